@@ -256,10 +256,10 @@ class CoreClient:
                 with self._ended:
                     self._ended.wait_for(lambda: handle.done)
 
-    def end(self, handle: Handle) -> None:
-        """Tell the core to end a request; never waits."""
-        if not handle.done:
-            self._tell_end(handle.request_id)
+    def end(self, handle: Handle, index: int | None = None, stop_string: str | None = None) -> None:
+        """See `Core.end`; a closed core has ended it."""
+        with suppress(EngineClosedError):
+            self.core.end(handle.request_id, index, stop_string)
 
     def receive(self) -> None:
         """Take what is new, and notify listeners; never waits for the core. One thread at a time."""
@@ -283,15 +283,11 @@ class CoreClient:
         except Exception as error:  # our bug: it ends this request, not others
             LOGGER.exception("an update could not be taken in")
             handle.error, handle.trace, handle.done, stopped = error, error.__traceback__, True, ()
-            self._tell_end(handle.request_id)
+            self.end(handle)
         if handle.done:
             self._running.pop(handle.request_id, None)
         for index, stop_string in stopped:
-            self._tell_end(handle.request_id, index, stop_string)
-
-    def _tell_end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
-        with suppress(EngineClosedError):  # closing ends it
-            self.core.end(request_id, index, stop_string)
+            self.end(handle, index, stop_string)
 
 
 def _checked(token_ids: list[int], params: SamplingParams, facts: Facts) -> int:

@@ -57,7 +57,7 @@ class Chats:
         self._num_kept_tokens = 0
 
     def check(self, key: SessionKey, system: str | None) -> None:
-        """Check the arguments for a session. Raises RequestError, and as `Core.check_open`."""
+        """Check the arguments for a session. Raises RequestError, and as `CoreClient.check_open`."""
         check_owner(key.tenant, "", 0)
         if system is not None:
             check_text(system, "system")

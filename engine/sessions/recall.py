@@ -1,7 +1,7 @@
 """Turns histories that come back as text into the exact ids that the model has seen and said.
 
 An answer is recognised by the digest of the whole history up to it, else by its text alone, within tenant and salt.
-Knows no engine: a `Core` computes, and `AnswerStore` holds known answers.
+Knows no engine: a `CoreClient` computes, and `AnswerStore` holds known answers.
 """
 
 from __future__ import annotations
