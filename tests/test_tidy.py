@@ -186,8 +186,6 @@ def without_docstring(house: House) -> set[str]:
 
 RESOLVED_ELSEWHERE = {  # types in tables, of all of which decoders are made at import
     "kvstore.admin.commands: COMMANDS[command]",
-    "kvstore.engine.process.wire: tuple[tuple(types.values())]",  # of every verb
-    "kvstore.engine.process.wire: types.pop('return')",
     "kvstore.service.api.schema: type_",  # by the routes
     "kvstore.service.http.routes: self.body",
 }

@@ -208,7 +208,7 @@ def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_
                     await chat.send("Me too", GREEDY)
         assert chat.num_turns == 1 and chat.messages[-1]["content"].startswith(first.text)
         task = asyncio.create_task(chat.send("Go on", LONG))
-        await wait_in_loop(lambda: engine.engine.has_work)
+        await wait_in_loop(lambda: engine.port.readers)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
