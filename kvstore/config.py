@@ -97,8 +97,7 @@ class ValueForm:
     def _fits(self, value: Any) -> bool:
         if self.among:
             return value in self.among
-        is_high = self.low is None or value >= self.low
-        return is_high and (self.high is None or value <= self.high)
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def _refusal(self, field: str, value: object) -> ConfigError:
         return ConfigError(field, repr(value), f"give {self.accepts}")
@@ -183,7 +182,6 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 MOST_TTL_S = 10 * 366 * 86400
 COUNT = whole(1)
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-NUMBER = ValueForm(parse=float, accepts="a number", types=(int, float))
 SIZE = ValueForm("SIZE", parse_size, types=())
 _duration_s = matching(r"[0-9]{1,9}(\.[0-9]{1,9})?[smhdw]", lambda text: float(text[:-1]) * _UNITS_S[text[-1]])
 DURATION = ValueForm("TIME", _duration_s, "a number with a unit, such as 90s, 15m, 2h, 7d or 2w", types=(int, float))

@@ -41,10 +41,7 @@ def run_chat(
 
     Raises KVStoreError when the model cannot be loaded, ConfigError when an option is wrong.
     """
-    try:
-        params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    except RequestError as error:
-        raise ConfigError(str(error)) from error
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     tolerate_any_text()
     from rich.console import Console
 

@@ -126,7 +126,7 @@ def test_the_page_of_all_flags_is_current():
     (["chat", "--hbm", "0"], "hbm is 0"),
     (["chat", "--dtype", "int3"], "auto, float32, bfloat16, float16"),
     (["chat", "--session", "a b"], "--session is 'a b'"),
-    (["chat", "--temperature", "nan"], "temperature is nan"),
+    (["chat", "--temperature", "nan"], "--temperature is 'nan'; give a number from 0 to 100"),
     (["chat", "--temperature", "hot"], "--temperature is 'hot'; give a number"),
     (
         ["chat", "--disk", "auto"],
