@@ -37,6 +37,10 @@ MODEL = replace(PLACE, accepts="a directory or a hub id, or leave it out for the
 DEVICES = "auto, cpu, cuda or cuda:N"
 
 
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
 def default_topic(model: str) -> str:
     """The topic of KV events, as llm-d's routers expect it: this host's name and that of the model."""
     return f"kv@{socket.gethostname()}@{model}"
@@ -162,12 +166,8 @@ class EngineConfig:
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `Engine`, as values for JSON."""
-        arguments = asdict(self)
-        tiers = arguments.pop("tiers")
-        arguments["cache_tiers"] = {**tiers, "path": None if tiers["path"] is None else str(tiers["path"])}
-        secret_file = tiers["fleet_secret_file"]
-        arguments["cache_tiers"]["fleet_secret_file"] = None if secret_file is None else str(secret_file)
-        arguments["model"] = None if self.model is None else str(self.model)
+        arguments = _plain(asdict(self))
+        arguments["cache_tiers"] = _plain(arguments.pop("tiers"))
         return arguments
 
     def scheduler(self, max_model_len: int) -> SchedulerConfig:

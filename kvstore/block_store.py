@@ -18,7 +18,7 @@ from kvstore.admin.commands import EvictRequest, read_arguments
 from kvstore.admin.control import ControlServer
 from kvstore.blocks.keys import MAX_KEY_BYTES, MAX_POSITION, Namespace
 from kvstore.blocks.records import Finished
-from kvstore.config import format_size, parse_size
+from kvstore.config import format_size, one_of, parse_size
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
 from kvstore.disk.records import label
@@ -214,8 +214,7 @@ def _checked(namespace: bytes, capacity: int | str, policy: str) -> int:
     """The capacity in bytes. Raises ConfigError."""
     if not isinstance(namespace, bytes) or not namespace:
         raise ConfigError("namespace", repr(namespace), "give bytes that name weights, dtype and layout of the blocks")
-    if policy not in POLICIES:
-        raise ConfigError("policy", repr(policy), f"give one of {', '.join(POLICIES)}")
+    one_of(*POLICIES).check("policy", policy)
     capacity_bytes = parse_size(capacity, "capacity")
     if capacity_bytes < LEAST_CAPACITY_BYTES:
         given, least = format_size(capacity_bytes), format_size(LEAST_CAPACITY_BYTES)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.service.settings.config_file import effective
+from kvstore.service.settings.config_file import effective, text_of
 from kvstore.service.settings.engine_options import arguments_of, engine_command, with_tiers
 from kvstore.service.settings.options import key_of, suggestion
 from kvstore.service.settings.serve_options import ServeOptions
@@ -27,16 +27,10 @@ def app(args: Mapping[str, Any]) -> Any:
     for name in own:
         if key_of(name) not in known:
             raise ConfigError(f"{name!r} is no flag of kvstore serve{suggestion(key_of(name), known)}")
-    given = {key_of(name): _text(value) for name, value in own.items()}
+    given = {key_of(name): text_of(value) for name, value in own.items()}
     settings = with_tiers(effective("serve", command.options, given, os.environ), keeps=True)
     arguments, options = arguments_of("serve", settings)
     return application(arguments.pop("model", None), arguments, options, {n: args[n] for n in OF_RAY if n in args})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def check(most: int, arguments: Mapping[str, Any]) -> None:

@@ -100,20 +100,23 @@ def _setting(
 def _parse(option: Option, where: str, written: object) -> object:
     """Read a file's text like a flag's text; any other value must have the type that this makes."""
     if option.repeats and isinstance(written, list) and all(isinstance(one, str) for one in written):
-        written = ",".join(written)
-    if isinstance(written, bool):
-        text = "1" if written else "0"
-    elif isinstance(written, str | int | float):
-        text = str(written)
-    else:
+        written = text_of(written)
+    if not isinstance(written, str | int | float):
         raise ConfigError(where, repr(written), "give one value, a text or a number")
-    value = option.reads.read(where, text)
+    value = option.reads.read(where, text_of(written))
     is_switch, is_number = isinstance(value, bool), isinstance(value, int | float)
     fits = isinstance(written, str) or (is_switch if isinstance(written, bool) else is_number and not is_switch)
     if not fits:
         kind = "true or false" if is_switch else "a number" if is_number else "a text in quotes"
         raise ConfigError(where, str(written).lower(), f"give {kind}")
     return value
+
+
+def text_of(value: object) -> str:
+    """A value as it stands on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
