@@ -342,7 +342,7 @@ def test_capturing_leaves_the_pool_as_it_was_whatever_its_size(name, num_blocks,
 
 # -- the option ------------------------------------------------------------------------------------------------------
 def test_graphs_can_be_switched_off_and_a_cpu_has_none(model):
-    with pytest.raises(ConfigError, match="enforce_eager is 1; give True or False"):
+    with pytest.raises(ConfigError, match="enforce_eager is 1; give true or false"):
         EngineConfig(enforce_eager=1)
     with open_engine(model) as engine:
         assert engine.loop.runner.graphs is None and engine.stats()["step"]["num_replays"] == 0
