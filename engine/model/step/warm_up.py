@@ -53,8 +53,7 @@ def run_all_forms(model: PositionFreeModel, caches: KVCaches, config: SchedulerC
             reason = str(error).strip().split("\n")[0]
             raise ModelError(
                 f"a step of {num_tokens} tokens with a context of {context_len} fails on {model.device} in "
-                f"{model.spec.dtype} with {type(error).__name__}: {reason}; give another dtype, or cpu as the "
-                "device"
+                f"{model.spec.dtype} with {type(error).__name__}: {reason}; give another dtype, or cpu as the device"
             ) from error
     return out
 
