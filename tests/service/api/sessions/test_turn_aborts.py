@@ -29,6 +29,7 @@ from kvstore.service.http.errors import ApiError
 from kvstore.service.http.limits import Limits
 from kvstore.service.settings.serve_options import ServeOptions
 from kvstore.sessions.record import SessionKey
+from tests.support.waiting import wait_in_loop
 
 KEY = SessionKey("", "one")
 NUM_TOKENS = 4
@@ -40,7 +41,6 @@ class SeededLoop(asyncio.SelectorEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.rng = random.Random(seed)
-        self.num_rounds = 0
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future:
         done = self.create_future()
@@ -61,9 +61,18 @@ class SeededLoop(asyncio.SelectorEventLoop):
         self.call_soon(work, self.rng.randrange(4))
         return done
 
-    def _run_once(self) -> None:
-        self.num_rounds += 1
-        super()._run_once()
+    async def rounds(self, count: int) -> None:
+        """Let others go on for so many rounds."""
+        over = self.create_future()
+
+        def pass_one(left: int) -> None:
+            if left:
+                self.call_soon(pass_one, left - 1)
+            else:
+                over.set_result(None)
+
+        pass_one(count)
+        await over
 
 
 class SimulatedCore:
@@ -91,7 +100,9 @@ class SimulatedCore:
             self._say(Update(request_id, [Said(0, None, "abort")], Ended(lineage=Lineage(b"r" * 32))))
 
     def call(self, verb: Any) -> Any:
-        return {"hbm": {"blocks": 1, "block_bytes": 1}} if isinstance(verb, ReadStats) else isinstance(verb, Forget) or None
+        if isinstance(verb, ReadStats):
+            return {"hbm": {"blocks": 1, "block_bytes": 1}}
+        return isinstance(verb, Forget) or None
 
     def take_news(self) -> list[Update]:
         news = list(self.news)
@@ -140,8 +151,6 @@ class AbortedAt:
             send = lambda: self.coroutine.send(None)  # noqa: E731 (what comes next differs once)
             if num_waits == self.at:
                 self.was_aborted = True
-                if waiting is not None:
-                    waiting._asyncio_future_blocking = False
                 send = lambda: self.coroutine.throw(asyncio.CancelledError())  # noqa: E731
                 continue
             yield waiting
@@ -172,11 +181,9 @@ async def read(context: Context, request: TurnRequest) -> int | None:
 
 
 async def idle(context: Context, core: SimulatedCore) -> None:
-    for _ in range(1000):
-        if not core.running and context.claims.on(KEY) is None and not context.limits.num_admitted:
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("something is held for ever")
+    await wait_in_loop(
+        lambda: not core.running and context.claims.on(KEY) is None and not context.limits.num_admitted, "all is free"
+    )
 
 
 def texts(context: Context) -> list[str]:
@@ -227,9 +234,7 @@ def test_a_stop_or_a_deletion_in_any_round_of_the_loop(seed, deed):
             context, core = opened(loop)
             await read(context, wanted("Hello", is_new=True))
             reading = asyncio.ensure_future(read(context, wanted("Again")))
-            begun = loop.num_rounds
-            while loop.num_rounds < begun + at and not reading.done():
-                await asyncio.sleep(0)
+            await loop.rounds(at)
             if deed == "delete":
                 await delete(context, KEY)
             elif (hold := context.claims.on(KEY)) is not None:
