@@ -61,7 +61,7 @@ def test_an_unknown_policy_is_refused(model, eviction):
 
 
 def test_an_order_of_eviction_as_policy_is_refused_with_the_right_argument():
-    with pytest.raises(ConfigError, match="policy is 'lru', an order of eviction: give eviction=lru"):
+    with pytest.raises(ConfigError, match="policy is 'lru', an order of eviction; give eviction=lru"):
         Engine(policy="lru")
 
 

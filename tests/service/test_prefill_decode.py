@@ -166,9 +166,15 @@ def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--role", "prefill"], "role is prefill, but remote is not set"),
-        (["--role", "decode", "--prefill-url", "http://a:1"], "role is decode, but remote is not set"),
-        (["--role", "decode", "--remote", "redis://a"], "role is decode, but --prefill-url is not set"),
+        (
+            ["--role", "prefill"],
+            "--remote is not set, but KV goes over it from or to a server whose role is prefill; give",
+        ),
+        (["--role", "decode", "--prefill-url", "http://a:1"], "to a server whose role is decode; give its URL"),
+        (
+            ["--role", "decode", "--remote", "redis://a"],
+            "--prefill-url is not set, but role is decode; give the server",
+        ),
         (["--prefill-url", "http://a:1", "--remote", "redis://a"], "--prefill-url is set, but role is not decode"),
         (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "--prefill-url is 'a:1'; give http://"),
         (["--role", "both"], "--role is 'both'; give one of prefill, decode"),
