@@ -168,12 +168,12 @@ def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
     [
         (
             ["--role", "prefill"],
-            "--remote is not set, but KV goes over it from or to a server whose role is prefill; give",
+            "--remote is not set, but KV goes over it from or to a server whose role is prefill",
         ),
         (["--role", "decode", "--prefill-url", "http://a:1"], "to a server whose role is decode; give its URL"),
         (
             ["--role", "decode", "--remote", "redis://a"],
-            "--prefill-url is not set, but role is decode; give the server",
+            "--prefill-url is not set, but role is decode; give",
         ),
         (["--prefill-url", "http://a:1", "--remote", "redis://a"], "--prefill-url is set, but role is not decode"),
         (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "--prefill-url is 'a:1'; give http://"),
