@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from kvstore.service.command.vllm_config import transfer_config
+from tests.support.redis_server import free_port
 
 DISK_BYTES = 1 << 30
 START_S = 1200.0  # where the machine has other work, too
@@ -120,12 +120,6 @@ def _is_mapped(path: Path) -> bool:
         except OSError:
             continue
     return False
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def make_model(folder: Path, seed: int) -> Path:
