@@ -2,18 +2,13 @@
 
 Loads no torch; knows the store by the scheduler's side of the connector.
 
-- `cached_tokens`: counts the tokens of a request that were never computed
-- `inbox`: functions for the stepping thread to call between two steps, in order
 - `input_batch`: the persistent batch: arrays reused from step to step
 - `kv_cache_manager`: HBM blocks: prefix hits, allocation, caching, release, erasure
 - `news`: what steps have brought for each prompt: tokens and ends
 - `request`: one request and its state
-- `request_blocks`: blocks of requests in HBM and below it: hits, loads, and what came from where
-- `roster`: all requests from arrival to end: waiting, running, and moves between the two
 - `scheduler`: which request computes how many tokens in the next step
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and hands
   out what is new
-- `steps`: the order of steps: each is scheduled, launched and read
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
 
 Decisions:

@@ -1,7 +1,6 @@
 """The store as a tier of engines that people already run. A module with a host's name imports that host, which loads
 the module by its name.
 
-- `kept`: a file that keeps what a process has learned
 - `model_folder`: where a model's files lie on this machine
 - `rates`: load or compute, for hosts that tell little
 - `read_ahead`: sessions whose histories are read while their requests wait

@@ -2,7 +2,6 @@
 
 Below the engine's model, only this package and the store's assembly use torch. Knows no disk and decides nothing.
 
-- `arena`: the CPU tier's memory, pinned for CUDA
 - `device_transfer`: on CUDA: transfers in a device's queues, ordered by events
 - `far`: parts of blocks as bytes, for ranks that have no share of the arena
 - `layout`: the shape of a model's KV as it is stored

@@ -12,12 +12,10 @@ Knows no tier above it and no request. Works alone, without an arena or torch.
 - `object_blocks`: blocks in groups as objects
 - `object_client`: objects, many at once, with deadlines
 - `owned_blocks`: blocks on a disk that another process of this machine owns
-- `places`: which object a block was seen in
 - `prefill`: another server that computes prompts for this one
 - `redis_blocks`: blocks as values in a Redis
 - `resp`: RESP2 over one socket, pipelined, values straight into the caller's memory
 - `resp_replies`: answers in RESP2, parsed from what is received
-- `resp_runs`: many values of one size, straight to where they go
 - `shared`: what a shared store does, whatever it is
 - `tier`: the threads that ask, read, store and delete
 

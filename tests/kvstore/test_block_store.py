@@ -10,7 +10,7 @@ from kvstore.admin.control import ask
 from kvstore.admin.offline import OfflineStore
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
-from kvstore.store.host_reads import MAX_PREFETCHING
+from kvstore.store.host_blocks import MAX_PREFETCHING
 from tests.support.faults import before_each, stuck_disk
 from tests.support.page_cache import ColdFile
 from tests.support.store.host import BLOCK, chain, key, payload

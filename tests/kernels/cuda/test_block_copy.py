@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvstore.kernels import reference
 from kvstore.kernels.block_copy import BlockLoad, save_to_arena
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
+from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Style
 from tests.support.rotations import KINDS, kinds, moved, rotation
 

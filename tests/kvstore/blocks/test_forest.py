@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kvstore.blocks.ends import MAX_ENDS
-from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.forest import MAX_ENDS, EvictionTree
 from tests.support.orders import ByValue, talk
 
 

@@ -1,6 +1,6 @@
 """Which block builds on which: children by key, in whatever order blocks come and go."""
 
-from kvstore.blocks.links import Links
+from kvstore.blocks.forest import Links
 
 
 def linked(**parents: str) -> Links[str]:

@@ -1,6 +1,6 @@
 """Bytes in all and by tenant: the sums agree, and a tenant that has none is not there."""
 
-from kvstore.blocks.tenant_bytes import TenantBytes
+from kvstore.blocks.records import TenantBytes
 
 
 def test_sums_by_tenant():

@@ -101,7 +101,7 @@ def test_a_reset_forgets_everything(manager):
 
 def learned_state():
     """Of a process in which conversations have returned after a minute."""
-    from kvstore.policy.steering import Steering
+    from kvstore.policy.policies import Steering
 
     now = [1000.0]
     steering = Steering("return", lambda: now[0], {"cpu": 100})

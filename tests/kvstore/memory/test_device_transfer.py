@@ -11,10 +11,10 @@ import torch
 
 from kvstore.blocks.records import Load, Save, TransferPlan
 from kvstore.kernels import reference
-from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
+from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
 from tests.support.simulated_streams import SimulatedStreams
 from tests.support.waiting import TIMEOUT_S

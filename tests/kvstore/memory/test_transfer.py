@@ -5,9 +5,8 @@ import torch
 
 from kvstore.blocks.records import Load, Save, TransferPlan
 from kvstore.kernels import reference
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.transfer import Transfer
+from kvstore.memory.transfer import Arena, Transfer
 from kvstore.rope.rotary import Rotation, Style
 from tests.support.faults import before_each_load
 

@@ -8,7 +8,7 @@ from kvstore.planning.replay_config import ReplayConfig, ServiceModel
 from kvstore.planning.server_blocks import ServerBlocks
 from kvstore.planning.traces import TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.seam import Lookup
 from tests.support.small_traces import SIZE, request
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.policy.categories import NUM_CATEGORIES
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import POLICIES, EvictionOrder, policy_in_force
-from kvstore.policy.return_model import NUM_BUCKETS, RankTable, ReturnModel, bucket_of
+from kvstore.policy.return_model import NUM_BUCKETS, NUM_CATEGORIES, RankTable, ReturnModel, bucket_of
 
 
 class Clock:

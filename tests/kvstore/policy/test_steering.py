@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvstore.policy.categories import category_of
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.steering import MAX_WAIT_S, Steering
+from kvstore.policy.policies import MAX_WAIT_S, Steering
+from kvstore.policy.return_model import category_of
 
 CAPACITIES = {"cpu": 100, "disk": 1000}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.store.disk_health import FIRST_RETRY_S, LAST_RETRY_S, Backoff, DiskHealth
+from kvstore.store.write_back import FIRST_RETRY_S, LAST_RETRY_S, Backoff, DiskHealth
 
 
 class Clock:

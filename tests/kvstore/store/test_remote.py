@@ -4,13 +4,12 @@ import pytest
 
 from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.tier import RemoteTier
-from kvstore.store import remote_contents
-from kvstore.store.matching import choose
+from kvstore.store import remote
+from kvstore.store.control_plane import choose
 from kvstore.store.prefetch import Prefetcher
-from kvstore.store.reads import DiskReads
 from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Requests
-from kvstore.store.stored import Identity, StoredBlocks
+from kvstore.store.stored import DiskReads, Identity, StoredBlocks
 from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared
 from tests.support.store.prefetch_bench import SIZE, Bench
@@ -65,7 +64,7 @@ class RemoteBench(Bench):
 @pytest.fixture
 def bench():
     found = RemoteBench()
-    with constants(remote_contents, ANSWER_S=1000.0):  # of the threads' clock; the bench's stands still
+    with constants(remote, ANSWER_S=1000.0):  # of the threads' clock; the bench's stands still
         yield found
     found.shared.may_answer.set()
     assert found.tier.close(TIMEOUT_S)

@@ -3,8 +3,8 @@
 import pytest
 
 from kvstore.remote.tier import Asked, RemoteTier
-from kvstore.store import remote_contents
-from kvstore.store.remote_contents import KNOWN_S, MOST_KNOWN, RemoteContents
+from kvstore.store import remote
+from kvstore.store.remote import KNOWN_S, MOST_KNOWN, RemoteContents
 from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared, ended
 from tests.support.store.prefetch_bench import Bench
@@ -15,7 +15,7 @@ ANSWER_S = 1000.0  # by the clock of these tests; by that of the threads which a
 
 @pytest.fixture(autouse=True)
 def answer_s():
-    with constants(remote_contents, ANSWER_S=ANSWER_S):
+    with constants(remote, ANSWER_S=ANSWER_S):
         yield
 
 
@@ -75,7 +75,7 @@ def test_nobody_waits_where_another_has_waited_in_vain(contents):
     contents.shared.may_answer.clear()
     contents.ask(first)
     wait_until(lambda: contents.tier.asks.running_s > 0.1)
-    with constants(remote_contents, ANSWER_S=0.1):
+    with constants(remote, ANSWER_S=0.1):
         contents.ask(second)
     assert contents.is_asking(second, is_next=False), "while it is in the queue, it may hear a late answer"
     assert contents.is_asking(first) and not contents.is_asking(second)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore.remote.tier import DeleteDone, RemoteTier
-from kvstore.store.remote_deletes import MOST_DELETES, RemoteDeletes
+from kvstore.store.remote import MOST_DELETES, RemoteDeletes
 from tests.support.store.memory_shared import MemoryShared, ended
 from tests.support.waiting import TIMEOUT_S, wait_until
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.blocks.records import Evict
 from kvstore.errors import StoreError
-from kvstore.store.steps import StepTransfers
+from kvstore.store.saving import StepTransfers
 from kvstore.store.tiered import TieredConnector
 from tests.support.engines import ask, open_engine, tokens
 from tests.support.faults import stuck_disk
