@@ -1,4 +1,7 @@
-"""HBM blocks: prefix hits, allocation, caching, release, and erasure of deleted KV. No tensors."""
+"""Blocks of requests in HBM: prefix hits, allocation, caching, release, erasure; and what comes from the tiers below.
+
+Owns no request; knows the connector's verbs for the scheduler.
+"""
 
 from __future__ import annotations
 

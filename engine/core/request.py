@@ -1,4 +1,4 @@
-"""One request's state inside the engine, from arrival to its last token. Plain data, no torch."""
+"""One request and its state, and a count of its tokens that were never computed. Knows no block and no store."""
 
 from __future__ import annotations
 

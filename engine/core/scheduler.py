@@ -1,6 +1,7 @@
-"""Which request computes how many tokens in the next step. One token budget, no prefill or decode phases. No torch.
+"""Which request computes how many tokens in the next step, and all requests from arrival to end: waiting, running, and
+moves between the two.
 
-`kvstore.engine.core.scheduler` holds the requests, `kvstore.engine.core.kv_cache_manager` their blocks.
+`kvstore.engine.core.tenants` decides between tenants.
 """
 
 from __future__ import annotations

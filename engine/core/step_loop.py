@@ -1,6 +1,12 @@
 """The one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and hands out what is new.
 
 Only this thread touches scheduler, runner, news and the pool of HBM; all others use `call`.
+
+Each step is scheduled, launched and read. If a launch returns before the device has computed, the next step is launched
+before the tokens of the last one are read, so that the device goes on without a pause. A request that turns out to have
+ended computes one token in vain, which is dropped. Its blocks may be given to others at once, because the device runs
+steps in their order. In a pipeline, steps of different requests are in flight at once: while later stages compute one,
+the first computes the next. Stages, too, run steps in their order.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Loads no torch.
 
-- `chat`: a session: send, stream, fork; durable turn by turn
-- `recall`: a history's prompt, with the original ids of known answers
-- `stored`: a session's place in the store
+- `chat`: a session: send, stream, fork; durable turn by turn; sessions by their ids, and hints that one is needed soon
+- `recall`: a history's prompt, with the original ids of known answers; recent conversations by keyed digests
+- `stored`: a session's place in the store; which turn holds it; a turn's prompt and its record
 - `window`: what of a session is in the model's window, and how it is truncated
 
 Decisions:

@@ -1,7 +1,8 @@
 """A conversation as exact token ids: each turn's prompt is the ids so far plus what the template adds.
 
 A turn is durable before its last piece is yielded. When the window is full, the oldest turns are dropped, and the KV of
-the rest is spliced (see `engine/sessions/window.py`). Knows no engine: a `CoreClient` computes.
+the rest is spliced (see `engine/sessions/window.py`). `Chats` opens sessions by their ids, so that callers share one
+object per session. Knows no engine: a `CoreClient` computes.
 """
 
 from __future__ import annotations

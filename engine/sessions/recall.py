@@ -1,7 +1,8 @@
-"""Turns histories that come back as text into the exact ids that the model has seen and said.
+"""A history's prompt, with the original ids of answers that are known.
 
-An answer is recognised by the digest of the whole history up to it, else by its text alone, within tenant and salt.
-Knows no engine: a `CoreClient` computes, and `AnswerStore` holds known answers.
+Recent conversations are kept by digests: the exact ids that the model has seen and said. A digest is keyed with the
+tenant's root and the salt, so nobody else can make it or guess a text from it. Bounded: the least recently used are
+dropped. Holds no text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A session in the store, as one server knows it: whether it exists, how many turns it has, and when it expires.
+"""A session's place in the store, which turn holds it, and what a turn leaves behind.
 
-Knows no prompt and no request, only the records of turns.
+One turn at a time holds a session, in this process and on all servers that share the sessions. Whoever ends the turn
+stores its record. Any thread may call `Claims`.
 """
 
 from __future__ import annotations

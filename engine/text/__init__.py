@@ -2,7 +2,8 @@
 
 Loads no torch; knows neither sessions nor a store.
 
-- `chat_template`: from messages to token ids, by what the template adds
+- `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
+  without any
 - `detokenizer`: the text of one choice, token by token, in whole characters
 - `prompts`: checks of prompts, session ids and lengths
 

@@ -1,6 +1,7 @@
 """Turns messages into token ids with the model's own chat template; from turn to turn, by what the template adds.
 
-An answer is never tokenized again: the next prompt is the ids so far plus the ids of the template's delta.
+An answer is never tokenized again: the next prompt is the ids so far plus the ids of the template's delta. Template
+text is encoded with its control tokens, people's text without any.
 """
 
 from __future__ import annotations

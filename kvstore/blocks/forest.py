@@ -1,6 +1,7 @@
-"""The cached blocks of one tier as a forest, and which is evicted next: a tail of the least valuable conversation.
+"""A tier's cached blocks, by what they build on and which conversations end at them, and which is evicted next.
 
-Owns no blocks: keys are whatever identifies a block in its tier. One thread.
+The order of conversations is passed in (see `kvstore.policy.policies`). Parents of blocks in flight are not evicted
+before these have arrived. Knows not who else holds a block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data between tiers: a block's record, the outcome of a read, what an eviction covers.
+"""Data between tiers: a block's record, the outcome of a read, what an eviction covers, a sum of bytes by tenant.
 
 Knows no tensor, no thread and no file.
 """

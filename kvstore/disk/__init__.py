@@ -9,10 +9,10 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `env`: an LMDB environment, opened once and safely
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
-- `index_loader`: builds it from a scan, in a thread
 - `io_queue`: one writer and two readers between CPU and disk
 - `learned`: what the policies learned, kept between starts
-- `live`: tables of an environment that threads use: reopening, compaction, closing
+- `live`: tables of an environment that threads use: reopening, compaction, closing; a thread that commits changes in
+  groups
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too
 - `tier`: blocks in LMDB: write, read, scan

@@ -1,6 +1,7 @@
 """The tables of an LMDB environment that threads use: reopening, replacement, compaction, closing.
 
-Knows no particular table: its user passes the function that opens them.
+One thread commits changes in groups, so that many share one synced transaction. Knows no particular table and no
+change: its user passes the functions that open and commit them.
 """
 
 from __future__ import annotations

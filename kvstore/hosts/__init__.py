@@ -3,7 +3,8 @@ the module by its name.
 
 - `model_folder`: where a model's files lie on this machine
 - `rates`: load or compute, for hosts that tell little
-- `read_ahead`: sessions whose histories are read while their requests wait
+- `read_ahead`: sessions whose histories are read while their requests wait; a file that keeps what a process has
+  learned
 - `sglang`: `KVStoreBackend`, the storage below SGLang's hierarchical cache
 - `sglang_pages`: pages of SGLang's host pools as blocks
 - `transfers`: jobs of many blocks between a host's memory and a store

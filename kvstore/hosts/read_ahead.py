@@ -1,5 +1,8 @@
 """Where the histories of sessions end on disk, so that they are read while their requests still wait in the queue.
 
+What a process has learned is kept in a file beside the store. Losing it costs only speed, so its errors are logged and
+never raised.
+
 Knows no host. A host asks for blocks only when a request is about to start, and gives no memory to read into before
 then.
 """

@@ -1,4 +1,5 @@
-"""Moves KV between HBM and the arena on a CPU: loads a layer before its attention, saves it as it is computed.
+"""The CPU tier's memory, and on a CPU what moves KV between it and HBM: loads a layer before its attention, saves it as
+it is computed.
 
 The computing thread does both, as another thread on its cores would cost it more. Knows arena blocks and
 tensors, but no block ids and no requests, and decides nothing. For CUDA see `device_transfer`.

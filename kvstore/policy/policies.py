@@ -1,6 +1,9 @@
 """The order in which conversations of one tier are evicted: fifo, lru or return, which is also auto.
 
-Control plane, metadata only. Knows conversations and their ranks, not their blocks.
+`Steering` ties these orders together with conversations and with what is learned of their returns, for all tiers.
+
+Control plane, metadata only; an order may be used in another thread. Knows conversations and their ranks, not their
+blocks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """When conversations return: what is learned of it, and what an idle one is worth by that.
 
+Members of one category are expected to return alike. A category is a number; estimates are pooled over its group, and
+over groups of the same kind.
+
 Control plane, metadata only. Knows categories and ages of conversations; no tier, no block, and no clock of its own.
 """
 

@@ -1,4 +1,5 @@
-"""Answers in RESP2: parsed from what is received, with values straight into the caller's memory.
+"""Answers in RESP2: parsed from what is received, with values straight into the caller's memory; many of one size in a
+few calls of the system.
 
 For one thread at a time. Knows no socket. Raises ValueError for what is no answer. Protocol:
 https://redis.io/docs/latest/develop/reference/protocol-spec

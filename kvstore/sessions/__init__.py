@@ -10,7 +10,7 @@ Knows LMDB, Redis and token ids; no KV, no tier and no engine.
 - `shared/`: the tables in a Redis that several servers share
 - `sharing`: what concerns other servers: who may write, who must carry out a deletion
 - `storage`: where these tables are: LMDB, or memory
-- `store`: durable sessions: turns, forks and deletions by their keys
+- `store`: durable sessions: turns, forks and deletions by their keys; those in memory, bounded
 - `tables`: what one transaction does with sessions
 - `transactions`: group commits in a thread, and reads, with all that can fail
 - `upkeep`: expiry, deletions under way, repair, lost files, numbers

@@ -1,7 +1,7 @@
 """Sessions that survive: turns, forks and deletions of sessions by their keys.
 
 What a transaction does is in `tables`, how it is carried out in `transactions`, what is stored in `record`, where in
-`storage`. Knows no KV, no tier and no request.
+`storage`. Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """KVStore: what is in the CPU tier and on disk, and everything in flight between them.
 
-The control plane of the tiers: requests, steps, splices, evictions. One thread at a time; worker threads are polled.
+The control plane of the tiers: requests, steps, splices, evictions; and what a request may load when it is scheduled,
+what is worth waiting for, what it computes instead. One thread at a time; worker threads are polled.
 Knows arena blocks and ids, but no tensors.
 """
 

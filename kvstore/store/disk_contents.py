@@ -1,6 +1,9 @@
 """What the control plane knows to be on disk, even before the disk's index is loaded.
 
-Control plane, one thread. Another thread builds the index.
+What leaves the disk is evicted, deleted or lost; what CPU and disk hold together stays closed under parents.
+
+Control plane, one thread. Another thread builds the index from a scan, as there may be millions of blocks. It does not
+see what is written meanwhile; whoever takes the index adds that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The disk tier for a host that has its own memory: what the host writes and reads, and how that ended.
+"""The disk tier for a host that has its own memory: what the host writes and reads, what is read ahead for it,
+and how that ended.
 
 Control plane, one thread. There is no arena: blocks are written from the host's memory and read into it.
 """

@@ -1,4 +1,6 @@
-"""Waiting for worker threads: they wake whoever waits, who then polls the store under its lock."""
+"""Waiting for worker threads: they wake whoever waits, who then polls the store under its lock; and whether what is in
+flight at one moment has ended while other things come after it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The remote tier as the store sees it: what it has, what is read from it, and what is stored there.
 
+What it has is known from its answers and from what was stored there; nothing of that is certain, only a read finds out.
+Deletions are repeated until it has confirmed them. A prompt that another server computes for this one waits until that
+server has said that its blocks are in the shared tier. Whatever goes wrong, it is computed here.
+
 Control plane, one thread. The ordinary write-back also writes to disk what was read from there.
 """
 

@@ -1,5 +1,7 @@
 """Which of a step's tokens are saved, and where: an arena block is reserved when a block's first token is scheduled.
 
+The transfers of steps are planned, begun and ended here; then the arena blocks that they held are released.
+
 Control plane, one thread. If a block cannot be saved, saving of its request ends, as later blocks would be useless
 without it.
 """

@@ -1,6 +1,9 @@
 """What the CPU tier and the disk hold together: which of a chain's blocks are there, and whose they are.
 
-Control plane, one thread. Holds nothing itself.
+Reads in flight, from disk and from the remote tier: how urgent each is, how it ends, and what becomes of those that
+nobody waits for. An arena block that is being read is PENDING and holds a reference for the read.
+
+Control plane, one thread.
 """
 
 from __future__ import annotations

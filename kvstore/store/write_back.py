@@ -1,5 +1,8 @@
 """From the CPU tier to the disk: which dirty arena block is written next, and what becomes of failed writes and reads.
 
+A dirty arena block holds one reference until its write is durable. A disk that failed is tried again after a longer
+while each time.
+
 Control plane, one thread; the threads of `io_queue` do the work and are polled. Eviction from the CPU tier is metadata
 only because every block that is free there has been written.
 """
