@@ -1,14 +1,7 @@
-"""Tests of kvstore.disk.tier under damage, faults and kills: every block is right or missing, whatever happens."""
+"""Tests of kvstore.disk.tier under damage and faults: every block is right or missing, whatever happens."""
 
 import errno
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-import warnings
-from pathlib import Path
 
 import lmdb
 import pytest
@@ -17,21 +10,8 @@ from kvstore.blocks.records import ReadResult
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.tier import DiskTier
-from tests.children.disk_child import MIB, put, record
-from tests.support.store.disk_store import CAPACITY, Store, faults, lmdb_error, present, read, write
-from tests.support.waiting import TIMEOUT_S, wait_for_work
-
-ROOT = Path(__file__).parents[3]
-KILL_ROUNDS = 10  # run thousands by hand after a change of what is written in which order
-FLIP_SEEDS = 40
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = Store(tmp_path / "store")
-    yield store
-    store.close()
+from tests.support.programs import python_on_a_tmpfs
+from tests.support.store.disk_store import faults, lmdb_error, present, put, read, record, write
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
@@ -58,7 +38,7 @@ def test_verify_finds_and_deletes_what_is_bad(store):
 
 
 @pytest.mark.filterwarnings("ignore:blocks of the store is damaged")
-@pytest.mark.parametrize("seed", range(FLIP_SEEDS))
+@pytest.mark.parametrize("seed", range(20))
 def test_flipped_bits_in_the_file(store, seed):
     rng = random.Random(seed)
     tier = store.open(codec=rng.choice(("raw", "zstd", "split-zstd")))
@@ -197,45 +177,11 @@ def test_a_full_disk_shows_as_eio():
     assert disk_format.write_error(lmdb_error(12345), 1 << 40) is WriteError.IO
 
 
-def test_a_file_that_may_not_grow(tmp_path):
-    """RLIMIT_FSIZE in a process of its own: writes stop, reads and deletes go on, and a restart has everything."""
-    code = f"""
-import resource, sys
-sys.path.insert(0, "tests")
-from tests.children.disk_child import *
-from kvstore.blocks.records import ReadResult
-resource.setrlimit(resource.RLIMIT_FSIZE, ({3 * MIB}, {3 * MIB}))
-tier = DiskTier(StoreDirectory.open(sys.argv[1]), {CAPACITY}, codec="raw")
-into, number = bytearray(PAYLOAD_BYTES), 0
-while (outcome := tier.write([put(i) for i in range(number, number + 16)])).error is None:
-    number += 16
-assert number > 100, number
-assert all(tier.read(record(i), memoryview(into)) is ReadResult.OK and into == payload(i) for i in range(number))
-assert tier.write((), [record(i).block_id for i in range(64)]).error is None
-assert tier.write([put(i) for i in range(5000, 5004)]).error is None
-assert tier.write([put(i) for i in range(6000, 6004)]).error is None
-assert tier.read(record(number), memoryview(into)) is ReadResult.MISSING
-tier.close()
-print(outcome.error, number)
-"""
-    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("i/o error")  # the file system itself has space
-    store = Store(tmp_path)
-    tier = store.open()
-    number = int(done.stdout.split()[-1])
-    assert present(tier, [*range(number + 16), *range(5000, 5004)]) == [*range(64, number), *range(5000, 5004)]
-    assert tier.verify().bad_ids == ()
-    store.close()
-
-
 FULL_DISK = """
 import sys
-sys.path.insert(0, "tests")
-from tests.children.disk_child import *
-from kvstore.disk.index import DiskIndex
 from kvstore.blocks.records import ReadResult
+from kvstore.disk.index import DiskIndex
+from tests.support.store.disk_store import *
 
 def right(tier, number):
     into = bytearray(PAYLOAD_BYTES)
@@ -270,70 +216,4 @@ print("survived")
 
 
 def test_a_file_system_that_is_full(tmp_path):
-    """A tmpfs of 32 MiB, mounted where only the child sees it; skipped where that is not allowed."""
-    mount = 'mount -t tmpfs -o size=32m none "$0" || exit 77; exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", FULL_DISK, str(tmp_path)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except FileNotFoundError:
-        pytest.skip("no unshare")
-    if done.returncode in (1, 77) and "survived" not in done.stdout and "Traceback" not in done.stderr:
-        pytest.skip(f"no mounts here: {done.stderr.strip()}")
-    assert done.stdout.strip() == "survived", done.stderr
-
-
-# -- kill ------------------------------------------------------------------------------------------------------------
-class Expected:
-    """What the child's log says about each block: there, gone, or either."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self.read_bytes = 0
-        self.there: set[int] = set()
-        self.either: set[int] = set()
-        self.highest = 0
-
-    def update(self) -> None:
-        lines = self.log.read_text()[self.read_bytes :].splitlines() if self.log.exists() else []
-        self.read_bytes = self.log.stat().st_size if self.log.exists() else 0
-        for line in lines:
-            state, _, rest = line.partition(" ")
-            added, gone = ({int(i) for i in part.split()} for part in rest.split("-"))
-            self.highest = max(self.highest, *added)
-            if state == "begin":
-                self.either |= added | gone
-            else:
-                self.either -= added | gone
-                self.there = (self.there | added) - gone
-
-    def check(self, tier: DiskTier) -> None:
-        there = set(present(tier, range(self.highest + 30)))
-        assert self.there - self.either <= there <= self.there | self.either
-        self.there, self.either = there, set()
-
-
-@pytest.mark.parametrize("seed", [1])
-def test_kill_at_any_moment(tmp_path, seed):
-    rng, log, store = random.Random(seed), tmp_path / "log", Store(tmp_path / "store")
-    expected = Expected(log)
-    for round_number in range(KILL_ROUNDS):
-        arguments = [str(store.path), str(log), str(32 * MIB), str(rng.randrange(10**6)), str(expected.highest + 1)]
-        size = log.stat().st_size if log.exists() else 0
-        child = subprocess.Popen([sys.executable, "tests/children/disk_child.py", *arguments], cwd=ROOT,
-                                 env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)  # fmt: skip
-        wait_for_work(child, log, size)
-        time.sleep(rng.random() * 0.3)
-        child.send_signal(signal.SIGKILL)
-        _, errors = child.communicate(timeout=TIMEOUT_S)
-        assert child.returncode == -signal.SIGKILL, errors.decode()
-        expected.update()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            tier = store.open(capacity=32 * MIB)
-        expected.check(tier)
-        assert tier.verify().bad_ids == (), f"round {round_number}"
-        # What the next child does not know of is taken out, so that the store does not fill.
-        tier.write((), [record(i).block_id for i in expected.there])
-        expected.there = set()
-        store.close()
-    assert expected.highest >= KILL_ROUNDS
+    assert python_on_a_tmpfs("size=32m", FULL_DISK, tmp_path).strip() == "survived"

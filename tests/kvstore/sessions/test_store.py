@@ -1,6 +1,5 @@
 """Sessions: what is stored comes back, on disk and in memory alike; and a random machine against plain dicts."""
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -170,21 +169,6 @@ def test_a_closed_store_says_so(tmp_path):
         for call in (lambda s=store: s.load(KEY), lambda s=store: s.delete(KEY)):
             with pytest.raises(StoreError, match="is closed"):
                 call()
-
-
-def test_a_forked_child_is_refused(store):
-    create(store, KEY).wait()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            store.load(KEY)
-        except StoreError as error:
-            code = 0 if "forked" in str(error) else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert store.exists(KEY)
 
 
 class Machine(RuleBasedStateMachine):

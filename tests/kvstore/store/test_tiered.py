@@ -1,12 +1,10 @@
 """The connector with tiers: a step that is cut off, a forked child, a store that is closed."""
 
-import os
 import threading
 import time
 
 import pytest
 
-from kvstore.blocks.records import Evict
 from kvstore.errors import StoreError
 from kvstore.store.steps import StepTransfers
 from kvstore.store.tiered import TieredConnector
@@ -45,43 +43,6 @@ def test_a_step_that_has_begun_is_not_dropped_by_the_failure_of_another(engine):
         store.steps.drop_unbegun()
         assert store.steps.by_ticket == {1001: step}
         del store.steps.by_ticket[1001]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
-    connector, go = engine.connector, threading.Event()
-    held = threading.Event()
-
-    def hold():
-        with connector.parts.lock:
-            held.set()
-            go.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    calls = (
-        connector.upkeep.stats, connector.get_finished, connector.upkeep.flush,
-        lambda: connector.wait_for_progress(0.0), lambda: connector.get_num_new_matched_tokens("", 0, 0),
-        lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished(""),
-        connector.step_failed, lambda: connector.upkeep.check_integrity(False), connector.upkeep.verify,
-        lambda: connector.upkeep.forget(()), lambda: connector.upkeep.evict(Evict()),
-        lambda: connector.build_connector_meta(()), connector.upkeep.compact, lambda: connector.pin((), 1.0),
-    )  # fmt: skip
-    if (child := os.fork()) == 0:
-        num_refused = 0
-        try:
-            for call in calls:
-                try:
-                    call()
-                except StoreError as error:
-                    num_refused += "forked" in str(error)
-            connector.close()
-        finally:
-            os._exit(num_refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
-    go.set()
-    thread.join()
 
 
 def test_flush_ends_when_the_store_is_closed(model, tmp_path):
