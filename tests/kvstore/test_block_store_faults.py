@@ -4,6 +4,7 @@ import itertools
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -28,6 +29,7 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path,
         try:
             wait_for_work(child, log, size + rng.randrange(800))
             assert child.poll() is None, "it ended by itself"
+            time.sleep(rng.random() / 5)  # not always just after it has said something
         finally:
             child.kill()
             child.wait()

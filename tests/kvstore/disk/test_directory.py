@@ -419,6 +419,29 @@ def test_what_the_packages_own_check_lets_pass_is_found(path):
     assert {(1, "a key is "), (2, "its nodes")} <= found
 
 
+@pytest.mark.filterwarnings("ignore:env of the store is damaged")
+@pytest.mark.parametrize("seed", range(12))
+def test_flipped_bits_never_crash_us(path, seed):
+    """What passes the check can be walked to its end; what does not is in quarantine, untouched."""
+    rng = random.Random(seed)
+    fill(path, 120)
+    data = bytearray((path / "data.mdb").read_bytes())
+    for _ in range(6):
+        page = rng.choice((0, 1, rng.randrange(len(data) // 4096)))
+        data[4096 * page + rng.choice((rng.randrange(200), rng.randrange(4096)))] ^= 1 << rng.randrange(8)
+    (path / "data.mdb").write_bytes(data)
+    environment = open_environment(path, MAP_BYTES)
+    content(environment)
+    db = environment.open_db(b"values")
+    with environment.begin(write=True) as txn:
+        for i in range(150):
+            txn.delete(b"%08d" % i, db=db)
+            txn.put(b"new %d" % i, bytes(5000), db=db)
+    if environment.quarantined is not None:
+        assert (environment.quarantined / "data.mdb").read_bytes() == data
+    environment.close()
+
+
 def test_quarantines_do_not_collide(tmp_path):
     for i in range(3):
         (tmp_path / "thing").write_text(str(i))
