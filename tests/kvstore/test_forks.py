@@ -52,7 +52,7 @@ def test_a_child_is_refused_though_the_parent_holds_the_lock():
     assert not owner.closed
 
 
-# -- each owner: what a child calls, and whether the parent has it all the same ----------------------------------------
+# -- each owner: what a child calls, and whether the parent has it all the same --------------------------------------
 @contextmanager
 def directory(path, _):
     with StoreDirectory.open(path) as found:

@@ -125,7 +125,7 @@ def test_a_panic_that_turns_out_to_be_damage(store):
     assert len(list(store.path.glob("quarantine-*"))) == 1
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 FAULTS = {
     "EIO": (lambda: lmdb_error(errno.EIO), WriteError.IO),
     "ENOSPC": (lambda: lmdb_error(errno.ENOSPC), WriteError.NO_SPACE),

@@ -105,7 +105,7 @@ def test_addresses_of_servers(url, shown):
     assert str(parse_prefill_url(url)) == shown
 
 
-# -- objects -----------------------------------------------------------------------------------------------------------
+# -- objects ---------------------------------------------------------------------------------------------------------
 def test_parts_of_a_url_of_objects():
     assert parse_object_url("s3://bucket/a/b/") == ObjectAddress("s3", "bucket", "a/b")
     assert parse_object_url("gs://bucket") == ObjectAddress("gs", "bucket", "")

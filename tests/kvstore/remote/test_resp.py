@@ -227,7 +227,7 @@ def test_a_forked_child_says_nothing_on_its_parents_connection(client):
     assert client.call("GET", "k") == b"parent"
 
 
-# -- TLS ---------------------------------------------------------------------------------------------------------------
+# -- TLS -------------------------------------------------------------------------------------------------------------
 def certificate(folder) -> tuple[str, str]:
     """For 127.0.0.1, signed by itself."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")

@@ -189,7 +189,7 @@ def test_closing_does_not_wait_for_a_stopped_server_for_ever(own_redis):
         assert store.tier.close(TIMEOUT_S)
 
 
-# -- objects -----------------------------------------------------------------------------------------------------------
+# -- objects ---------------------------------------------------------------------------------------------------------
 def test_an_object_store_that_dies_and_comes_back_without_its_bucket(monkeypatch):
     with s3_server(monkeypatch) as server, Store(server.url) as store:
         assert store.put() == [None] * 100

@@ -171,6 +171,41 @@ def test_a_closed_store_says_so(tmp_path):
                 call()
 
 
+# -- what stays in memory --------------------------------------------------------------------------------------------
+def there(store, names: str) -> str:
+    return "".join(name for name in names if store.exists(SessionKey(TENANT, name)))
+
+
+@pytest.fixture
+def recent():
+    """In memory, which holds three."""
+    store = SessionStore(None, max_sessions=3)
+    yield store
+    assert store.upkeep.check().problems == ()
+    store.close()
+
+
+def test_memory_drops_what_was_used_longest_ago(recent):
+    for name in "abc":
+        talk(recent, SessionKey(TENANT, name), 2)
+    recent.load(SessionKey(TENANT, "a"))
+    talk(recent, SessionKey(TENANT, "d"), 1)
+    assert there(recent, "abcd") == "acd"
+    recent.delete(SessionKey(TENANT, "c")).wait()
+    talk(recent, SessionKey(TENANT, "e"), 1)
+    assert there(recent, "abcde") == "ade"
+    assert recent.stats()["dropped"] == 1
+
+
+def test_a_turn_is_a_use(recent):
+    for name in "abc":
+        talk(recent, SessionKey(TENANT, name), 1)
+    talk(recent, SessionKey(TENANT, "a"), 2)
+    recent.set_ttl(SessionKey(TENANT, "b"), 5).wait()
+    talk(recent, SessionKey(TENANT, "d"), 1)
+    assert there(recent, "abcd") == "abd"
+
+
 class Machine(RuleBasedStateMachine):
     """A store against dicts: what each session's turns are, and which deletions are pending."""
 

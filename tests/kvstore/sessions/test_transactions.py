@@ -10,10 +10,9 @@ import pytest
 from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.storage import DiskTables
-from kvstore.sessions.tables import COUNTERS, TURNS
+from kvstore.sessions.tables import COUNTERS
 from kvstore.sessions.transactions import SessionTransactions
 from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, open_file, talk
-from tests.support.session_tables import tables_of
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY = SessionKey(TENANT, "red")
@@ -136,18 +135,3 @@ def test_closing_carries_out_what_waits_and_then_nothing_is_read(tmp_path):
     for call in (lambda: one.read(lambda view: None), lambda: one.submit(refuse), one.compact):
         with pytest.raises(StoreError, match="is closed"):
             call()
-
-
-def test_damage_is_noted_by_session_and_the_error_says_what_is_whole(tmp_path):
-    store = disk_store(tmp_path)
-    talk(store, KEY, 3)
-    talk(store, SessionKey(TENANT, "green"), 1)
-    with tables_of(store) as view:
-        place, value = list(view.scan(TURNS))[1]
-        view.put(TURNS, place, value[:50] + bytes([value[50] ^ 4]) + value[51:])
-    assert store.transactions.damaged == frozenset()
-    with pytest.raises(StoreError, match="session red is damaged"):
-        store.load(KEY)
-    assert store.transactions.damaged == {store.head(KEY).number} and store.stats()["damaged"] == 1
-    assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
-    store.close()
