@@ -163,8 +163,8 @@ def test_what_a_request_needs_or_a_pin_holds_goes_last(hosts):
 
 def test_a_conversation_larger_than_the_store_loses_its_end(hosts):
     host = hosts(capacity="4MiB")
-    keys = chain(1, 100)
-    for index in range(100):
+    keys = chain(1, 70)
+    for index in range(70):
         ticket = host.write_one(keys, index)
         assert ticket is None or host.wait([ticket])[0].reason in ("", "no_room")
     assert 30 < num_stored(host, keys) < 60

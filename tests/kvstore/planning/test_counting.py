@@ -1,5 +1,5 @@
-"""What a replay counts, but for the warm-up; and which waiting request is looked at next: in order, past those that wait
-for reads or arena blocks, not for HBM.
+"""What a replay counts, but for the warm-up; and which waiting request is looked at next: in order, past those that
+wait for reads or arena blocks, not for HBM.
 """
 
 from collections import Counter

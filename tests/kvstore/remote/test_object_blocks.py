@@ -45,9 +45,9 @@ def test_blocks_come_back_bit_by_bit_in_groups(bucket):
     assert 0.5e6 < GROUP * value_bytes < 8e6
 
 
-@pytest.mark.parametrize("size, num_groups", [(300, 5), (1 << 20, 75), (9 << 20, 3)])
-def test_groups_have_some_megabytes(directory, size, num_groups):
-    made = make_chain(3 if size > 1 << 22 else 300)
+@pytest.mark.parametrize("size, num_blocks, num_groups", [(300, 300, 5), (1 << 20, 40, 10), (9 << 20, 3, 3)])
+def test_groups_have_some_megabytes(directory, size, num_blocks, num_groups):
+    made = make_chain(num_blocks)
     with server_of(directory, size) as first, server_of(directory, size) as second:
         first.put(made)
         assert second.count(made) == len(made.records)

@@ -282,4 +282,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+TestMachine.settings = settings(max_examples=15, stateful_step_count=20, suppress_health_check=list(HealthCheck))

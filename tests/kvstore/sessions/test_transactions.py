@@ -1,6 +1,5 @@
 """Groups of changes: one transaction each, a refusal that costs no other change, and what a full disk leaves whole."""
 
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from kvstore.sessions.record import SessionKey
 from kvstore.sessions.storage import DiskTables
 from kvstore.sessions.tables import COUNTERS
 from kvstore.sessions.transactions import SessionTransactions
-from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, open_file, talk
+from tests.children.session_child import TENANT, content, expected, make_turn, open_file, talk
+from tests.support.faults import largest_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY = SessionKey(TENANT, "red")
@@ -57,16 +57,6 @@ def one_group(transactions) -> Iterator[None]:
     first.wait(TIMEOUT_S)
 
 
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def counts(transactions, *which: str) -> tuple[int, ...]:
     found = transactions.stats()
     return tuple(found[name] for name in which)
@@ -96,19 +86,17 @@ def test_a_compaction_keeps_its_place_among_the_changes(transactions, tmp_path):
     assert counts(transactions, "commits", "failed", "largest_group") == (4, 0, 1)
 
 
-def test_the_map_grows_when_it_is_full(tmp_path):
-    store = disk_store(tmp_path)
+def test_the_map_grows_when_it_is_full(on_disk):
+    store = on_disk()
     turns = []
     for number in range(1, 40):
         turns.append(make_turn("red", number, messages=[{"role": "user", "content": f"{number}" * 40_000}]))
         store.commit_turn(KEY, turns[-1]).wait()
     assert store.stats()["grown"] >= 2
     assert content(store.load(KEY)) == expected(turns)
-    store.close()
-    store = disk_store(tmp_path)
+    store = on_disk()
     assert content(store.load(KEY)) == expected(turns)
     talk(store, KEY, 41)
-    store.close()
 
 
 def test_of_a_group_only_what_is_too_large_for_the_disk_fails(transactions, outcomes):
