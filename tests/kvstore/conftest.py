@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.remote import owned_blocks, redis_blocks, resp
 from kvstore.sessions.shared import server as session_server
+from tests.support.clocks import Clock
 from tests.support.faults import constants
 from tests.support.redis_server import RedisServer
 from tests.support.store.host import Host
@@ -25,6 +26,11 @@ def patience():
         for module, names in DEADLINES.items():
             stack.enter_context(constants(module, **dict.fromkeys(names, TIMEOUT_S)))
         yield
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

@@ -39,6 +39,18 @@ def test_an_arena_block_is_found_while_its_bytes_are_on_their_way():
     tier.check_integrity()
 
 
+def test_the_chain_that_was_used_last_goes_last():
+    tier = CpuTier(4)
+    for name in ("a", "c"):
+        head, tail = put(tier, name), put(tier, name + "2", name)
+        tier.release(head)
+        tier.release(tail)
+    tier.touch([record("a").block_id, record("a2").block_id])
+    tier.reserve()
+    tier.reserve()
+    assert names(tier) == {"a", "a2"}
+
+
 def test_a_failed_block_takes_with_it_what_hangs_below():
     tier = CpuTier(4)
     arena_blocks = [put(tier, "a"), put(tier, "b", "a"), put(tier, "c", "b"), put(tier, "d", "a")]
