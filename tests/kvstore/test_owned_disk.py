@@ -181,6 +181,20 @@ def test_a_value_that_was_damaged_on_its_way_is_refused(disk, session):
     assert session.ask(made.chain) == [False]
 
 
+def test_tails_go_first_and_pinned_chains_last(tmp_path):
+    made = [make_chain(20, seed=100 * number) for number in range(60)]
+    with opened(tmp_path / "store", capacity=8 << 20) as disk, session_of(disk) as session:
+        wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
+        for number, one in enumerate(made):
+            assert all(result.error is None for result in session.put(one.chain, one.puts()))
+            if number == 3:
+                disk.pin(one.chain.ids, 3600.0)
+        assert session.ask(made[3].chain) == [True] * 20
+        there = [session.ask(one.chain) for one in made]
+        assert there[0] == [False] * 20 and there[-1] == [True] * 20
+        assert all(flags == sorted(flags, reverse=True) for flags in there)
+
+
 def test_a_tenant_has_no_more_than_its_part(tmp_path):
     with opened(tmp_path / "store", disk_per_tenant=10 * 16384) as disk, session_of(disk) as session:
         wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
