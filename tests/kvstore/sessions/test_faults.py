@@ -30,6 +30,7 @@ from tests.children.session_child import (
     talk,
 )
 from tests.support.faults import largest_file
+from tests.support.store.disk_store import FaultyTransaction
 from tests.support.waiting import TIMEOUT_S, together, wait_for_work
 
 CHILD = Path(__file__).parents[2] / "children/session_child.py"
@@ -38,14 +39,14 @@ KEY = SessionKey(TENANT, "red")
 
 
 class Faulty:
-    """An LMDB environment whose nth operation fails, each once more under `repeat`; counts commits on the way."""
+    """An LMDB environment whose nth operation fails."""
 
     def __init__(self, env, plan) -> None:
         self._env, self._plan = env, plan
 
     def begin(self, write=False, buffers=False):
         self._plan.step(write)
-        return FaultyTxn(self._env.begin(write=write, buffers=buffers), self._plan, write)
+        return FaultyTransaction(self._env.begin(write=write, buffers=buffers), lambda _: self._plan.step(write))
 
     def set_mapsize(self, size):
         self._plan.step(True)
@@ -58,36 +59,12 @@ class Faulty:
         return getattr(self._env, name)
 
 
-class FaultyTxn:
-    def __init__(self, txn, plan, write) -> None:
-        self._txn, self._plan, self._write = txn, plan, write
-
-    def __enter__(self):
-        self._txn.__enter__()
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is None and self._write:
-            try:
-                self._plan.step(True)
-            except BaseException as fault:
-                self._txn.__exit__(type(fault), fault, None)
-                raise
-            self._plan.num_commits += self._plan.armed
-        return self._txn.__exit__(kind, error, trace)
-
-    def __getattr__(self, name):
-        if name in ("get", "put", "delete", "cursor"):
-            self._plan.step(self._write)
-        return getattr(self._txn, name)
-
-
 class Plan:
     """Raises `fault` at the nth write operation, and `times` - 1 times after it. Reads pass."""
 
     def __init__(self, fault=None, nth=0, times=1) -> None:
         self.fault, self.nth, self.times = fault, nth, times
-        self.armed, self.count, self.num_fired, self.num_commits = False, 0, 0, 0
+        self.armed, self.count, self.num_fired = False, 0, 0
 
     def step(self, write: bool) -> None:
         if not self.armed or not write:
