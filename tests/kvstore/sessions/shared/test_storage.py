@@ -273,6 +273,7 @@ def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis, share):
 
 @contextmanager
 def replica_of(redis: RedisServer, folder: Path) -> Iterator[RedisServer]:
+    redis.ask("CONFIG", "SET", "repl-diskless-sync-delay", 0)  # it does not wait for more replicas
     with RedisServer(folder, "--replicaof", "127.0.0.1", str(redis.port)) as replica:
         wait_until(lambda: b"state=online" in redis.ask("INFO", "replication"), "no replica")
         yield replica
