@@ -62,6 +62,12 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
+    def __enter__(self) -> "RedisServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     @property
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}/0"
@@ -107,6 +113,15 @@ class RedisServer:
             return client.call(*command)
         finally:
             client.close()
+
+    def names(self) -> list[bytes]:
+        return self.ask("KEYS", "*")  # type: ignore[return-value]
+
+    def get(self, name: bytes) -> bytes:
+        return self.ask("GET", name)  # type: ignore[return-value]
+
+    def set(self, name: bytes, value: bytes) -> None:
+        self.ask("SET", name, value)
 
     def answers(self) -> bool:
         try:
