@@ -113,6 +113,20 @@ def tokens(seed: int, count: int, vocab: int = 160) -> list[int]:
     return [rng.randrange(vocab) for _ in range(count)]
 
 
+def stored_kv(engine) -> dict[bytes, torch.Tensor]:
+    """KV of the blocks in the CPU tier, by their tokens."""
+    settle(engine)
+    parts = engine.connector.parts
+    with parts.lock:
+        cpu, arena = parts.cpu, parts.arena
+        return {cpu.record(one).tokens: arena.tensor[one].clone() for one in cpu.pool.cached_blocks()}
+
+
+def same_kv(left: dict[bytes, torch.Tensor], right: dict[bytes, torch.Tensor]) -> bool:
+    """But for rounding."""
+    return left.keys() == right.keys() and all(torch.allclose(left[k], right[k], atol=1e-4) for k in left)
+
+
 def stored_parents(engine) -> dict[bytes, bytes]:
     """Of every block that CPU or disk hold, its parent."""
     connector = engine.connector

@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.errors import EngineDiedError
-from tests.support.engines import ask, cached, counters, greedy, open_engine, settle, tokens
-from tests.support.ranks import SIZES, end_while_it_answers
+from tests.support.engines import ask, open_engine
+from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers
 from tests.support.service.server_process import ENVIRONMENT
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
-PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 ON_RAY = {"distributed_executor": "ray"}
 OTHER = """
 import sys
@@ -63,16 +62,10 @@ def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
 def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_path, others, size):
     expected, store = [plain(prompt, 20) for prompt in PROMPTS], tmp_path / "store"
     with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES[size]) as engine:
-        for _ in range(2):
-            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(20))] == expected
-            settle(engine)
-            engine.loop.call(engine.loop.pool.evict_all)
-        assert counters(engine)["loaded"] > 0 and counters(engine)["load_failures"] == 0
+        check_says(engine, expected)
     assert others[0].wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
     with open_engine(model, store) as engine:
-        outs = engine.generate(PROMPTS, greedy(20))
-        assert [out.token_ids for out in outs] == expected
-        assert [cached(out)[2] for out in outs] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+        check_reads(engine, expected)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import torch
 
 from kvstore import Engine
 from kvstore.errors import ConfigError
-from tests.support.engines import cached, counters, greedy, open_engine, settle, tokens
-from tests.support.ranks import SIZES, end_while_it_answers, is_gone
+from tests.support.engines import greedy, open_engine
+from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone
 from tests.support.ray_cluster import ray_cluster
 from tests.support.redis_server import free_port
 from tests.support.service.replicas import needs_ray
@@ -25,7 +25,6 @@ from tests.support.service.server_process import ENVIRONMENT
 from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
-PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 ON_RAY = {"distributed_executor": "ray"}
 SILENCE_S, START_S = 10.0, 300.0
 SHORT = [("tensor", signal.SIGKILL), ("pipeline", signal.SIGSTOP)]
@@ -62,17 +61,11 @@ def test_ranks_on_ray_say_the_same_over_the_same_store(model, plain, tmp_path, r
     before = signal.getsignal(signal.SIGTERM)
     with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES[size]) as engine:
         (rank,) = ranks(ray_here)
-        for _ in range(2):
-            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(20))] == expected
-            settle(engine)
-            engine.loop.call(engine.loop.pool.evict_all)
-        assert counters(engine)["loaded"] > 0 and counters(engine)["load_failures"] == 0
+        check_says(engine, expected)
     wait_until(lambda: is_gone(rank), "its end")
     assert signal.getsignal(signal.SIGTERM) is before
     with open_engine(model, store) as engine:
-        outs = engine.generate(PROMPTS, greedy(20))
-        assert [out.token_ids for out in outs] == expected
-        assert [cached(out)[2] for out in outs] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+        check_reads(engine, expected)
 
 
 @pytest.mark.ray
