@@ -10,6 +10,12 @@ from tests.support.engines import open_engine
 from tests.support.redis_server import RedisServer
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """Tests that are coroutines run in an event loop of their module."""
+    return "asyncio"
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"

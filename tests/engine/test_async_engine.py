@@ -28,11 +28,6 @@ def opened(model) -> AsyncEngine:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def served(model, anyio_backend):
     """For all tests that leave it as it was."""
     async with opened(model) as engine:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore import Engine, SamplingParams
 from kvstore.engine.model.parallel.group import Part
 from kvstore.errors import EngineDiedError
-from tests.support.engines import cached, counters, greedy, settle, tokens
+from tests.support.engines import cached, counters, evict_hbm, greedy, tokens
 from tests.support.waiting import wait_until
 
 WAIT_S, LOOK_S = 120, 0.05
@@ -120,8 +120,7 @@ def check_says(engine: Engine, expected: list[list[int]], prompts: list[list[int
     """Computed, then loaded by all ranks."""
     for _ in range(2):
         assert [out.token_ids for out in engine.generate(prompts, greedy(len(expected[0])))] == expected
-        settle(engine)
-        engine.loop.call(engine.loop.pool.evict_all)
+        evict_hbm(engine)
     found = counters(engine)
     assert found["loaded"] > 0 and found["load_failures"] == found["dropped_saves"] == 0
 

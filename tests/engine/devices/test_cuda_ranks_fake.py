@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 
-from kvstore import CacheTiers, Engine
 from kvstore.config import MAX_SAVE_BYTES
 from kvstore.engine.model.memory import CUDA_FRACTION
 from kvstore.engine.model.step import runner, warm_up
@@ -23,10 +22,10 @@ from kvstore.engine.ranks import process
 from kvstore.engine.ranks.wire import decode_start_here
 from kvstore.errors import ConfigError, EngineDiedError
 from kvstore.kernels.device import start_to_host
-from tests.engine.devices.test_cuda_fake import OPTIONS, needs_triton
+from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
 from tests.support import fake_cuda
 from tests.support.by_hand import crawling
-from tests.support.engines import Plain, ask, cached, greedy, open_engine, save_model, settle, tokens
+from tests.support.engines import Plain, ask, cached, evict_hbm, greedy, open_engine, save_model, tokens
 from tests.support.fake_nccl import FakeNccl
 from tests.support.ranks import BOTH, SIZES, check_says, children, is_gone, rank_of
 from tests.support.waiting import wait_until
@@ -56,10 +55,6 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
     with fake_cuda.device(monkeypatch, has_triton, count=count, beside=replaced) as driver:
         driver.memory = (TOTAL_BYTES, TOTAL_BYTES)
         yield
-
-
-def engine_on_cuda(model, path, hbm="2MiB", **options) -> Engine:
-    return Engine(model, CacheTiers(hbm, "2MiB", "32MiB", path), device="cuda", load="always", **{**OPTIONS, **options})
 
 
 CASES = [
@@ -119,8 +114,7 @@ def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(t
     opened = partial(engine_on_cuda, save_model(tmp_path / "model", **MODEL), tmp_path / "store", **SIZES["tensor"])
     with devices(monkeypatch), opened() as engine:
         ask(engine, PROMPTS[0], 4)
-        settle(engine)
-        engine.loop.call(engine.loop.pool.evict_all)
+        evict_hbm(engine)
         rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(4))
         try:
             wait_until(lambda: handle.done)

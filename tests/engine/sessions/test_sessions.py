@@ -8,7 +8,7 @@ import pytest
 from kvstore.errors import RequestError, StoreError
 from kvstore.sessions.record import SessionKey
 from tests.support.conversations import PARAMS, failing_to_store, fill_over, num_stored, talk
-from tests.support.engines import cached, counters, greedy, open_engine, save_model, settle
+from tests.support.engines import cached, counters, evict_hbm, greedy, open_engine, save_model, settle
 
 MODEL = {"tokenizer": True}
 
@@ -118,8 +118,7 @@ def test_conversations_with_a_tier_switched_off(model, plain, tmp_path, cpu, dis
         for out in talk(chat, 4):
             assert out.token_ids == plain(out.prompt_token_ids, 10)
         known = len(chat.token_ids)
-        settle(engine)
-        engine.loop.pool.evict_all()
+        evict_hbm(engine)
         (out,) = talk(chat, 1)
         tier = {0: 2, 1: 1}[bool(cpu)] if cpu or disk else None
         expected = [0, 0, 0, 0]

@@ -32,6 +32,7 @@ from tests.support.engines import (
     ask,
     cached,
     evict_cpu,
+    evict_hbm,
     greedy,
     open_engine,
     same_kv,
@@ -222,8 +223,7 @@ def test_saves_of_replays_are_those_of_eager_steps(open_with, plain, tmp_path):
     history = tokens(600, 10) + plain(tokens(600, 10), 70)
     answer = plain([*history, 3], 8)
     for tier, num_cached in ((1, 64), (2, 80)):  # the last token that is sampled is not computed
-        settle(engine)
-        engine.loop.pool.evict_all()
+        evict_hbm(engine)
         if tier == 2:
             evict_cpu(engine)
         output = ask(engine, [*history, 3], 8)
@@ -385,8 +385,7 @@ def test_engines_with_and_without_graphs_give_the_same_tokens_on_cuda(name, tmp_
         options = {"device": "cuda", "dtype": "float32", "load": "always", "max_num_seqs": 8}
         with Engine(folder, tiers, enforce_eager=enforce_eager, **options) as engine:
             answers = [o.token_ids for o in engine.generate(prompts, [greedy(40 - 3 * i) for i in range(7)])]
-            settle(engine)
-            engine.loop.pool.evict_all()
+            evict_hbm(engine)
             again = [ask(engine, [*p, *a], 8) for p, a in zip(prompts, answers, strict=True)]
             found.append((answers, [o.token_ids for o in again], [cached(o)[1] for o in again]))
             assert enforce_eager is (engine.loop.runner.graphs is None) or name == "Mixtral"
