@@ -277,9 +277,8 @@ def window(token_ids, lineage=ROOT, turn_starts=(2,)):
 
 
 def handle(prompt, answer, lineage=None):
-    output = RequestOutput(
-        "r", list(prompt), [Choice("yes", list(answer))], Usage(len(prompt), len(answer), NOTHING), None
-    )
+    usage = Usage(len(prompt), len(answer), CachedTokensDetails())
+    output = RequestOutput("r", list(prompt), [Choice("yes", list(answer))], usage, None)
     return Handle("r", output, listener=lambda handles: None, lineage=lineage)
 
 
