@@ -300,16 +300,16 @@ def test_more_requests_than_are_taken_are_refused(own):
     own.core.max_requests = 2
     os.kill(own.pid, signal.SIGSTOP)  # so that none of them ends
     try:
-        handles = engine.client.submit([(list(PROMPT), LONG)] * 2)
+        handles = own.client.submit([(list(PROMPT), LONG)] * 2)
         with pytest.raises(EngineOverloadedError):
-            engine.client.submit([(list(PROMPT), TEN)])
+            own.client.submit([(list(PROMPT), TEN)])
         for handle in handles:  # as `abort` says it, which then waits for the process
             own.core.end(handle.request_id)
     finally:
         os.kill(own.pid, signal.SIGCONT)
         own.core.max_requests = MAX_REQUESTS
     for handle in handles:
-        engine.client.abort(handle)
+        own.client.abort(handle)
         assert handle.done and handle.output.finish_reason == "abort" and handle.lineage is not None
     assert len(own.generate([PROMPT], TEN)[0].token_ids) == 10
 

@@ -33,16 +33,6 @@ def test_a_system_prompt_given_again_does_not_change_a_known_session(opened):
     assert [m["content"] for m in chat.messages if m["role"] == "system"] == ["Be brief."]
 
 
-def test_sessions_are_listed_the_last_used_first_and_per_tenant(opened):
-    engine = opened()
-    for name, tenant in (("a", ""), ("b", ""), ("c", "other"), ("a", "")):
-        talk(engine.chat(name, tenant), 1)
-    assert [head.key.session_id for head in engine.admin.list_sessions()] == ["a", "b"]
-    assert [head.num_turns for head in engine.admin.list_sessions()] == [2, 1]
-    engine = opened()
-    assert [head.key.session_id for head in engine.admin.list_sessions("other")] == ["c"]
-
-
 def test_another_model_continues_from_the_text(opened, plain, tmp_path):
     chat = opened().chat("one", system="Be brief.")
     talk(chat, 2)
