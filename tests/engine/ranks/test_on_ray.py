@@ -41,7 +41,7 @@ from kvstore.engine.ranks.on_ray import RankActor
 rank, size, host, port, key = sys.argv[1:]
 RankActor().run(int(rank), int(size), host, int(port), bytes.fromhex(key))
 """
-KEY, OTHER = b"k" * 32, b"o" * 32
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 ENOUGH_S, SHORT_S = 60.0, 0.2
 
 
@@ -307,7 +307,7 @@ def test_another_secret_is_told_to_both():
     with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(door.others, 2, 8.0)
         with pytest.raises(ConfigError, match=r"rank 1: the first rank at 127\.0\.0\.1 port \d+ has another secret"):
-            come(door, 1, PULSE, OTHER)
+            come(door, 1, PULSE, OTHER_KEY)
         with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
             waiting.result()
 

@@ -30,7 +30,6 @@ from tests.children.session_child import Clock, make_turn
 
 KEY, NEW = SessionKey("tenant", "red"), SessionKey("tenant", "new")
 FINGERPRINT = b"f" * 32
-KEY, OTHER = SessionKey("", "one"), SessionKey("", "two")
 SIZE = 4
 ROOT = Lineage(b"r" * 32)
 SPLICED = Lineage(b"r" * 32, 1, b"p" * 32, 2)
