@@ -116,6 +116,15 @@ class RedisServer:
         finally:
             client.close()
 
+    def names(self) -> list[bytes]:
+        return self.ask("KEYS", "*")  # type: ignore[return-value]
+
+    def get(self, name: bytes) -> bytes:
+        return self.ask("GET", name)  # type: ignore[return-value]
+
+    def set(self, name: bytes, value: bytes) -> None:
+        self.ask("SET", name, value)
+
     def answers(self) -> bool:
         try:
             return self.ask("PING") == b"PONG"
