@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import CacheTiers, Engine, SamplingParams
 from tests.support.redis_server import RedisServer, free_port
-from tests.support.service.server_process import ServerProcess, launch, run_command
+from tests.support.service.server_process import ServerProcess, launch
 from tests.support.service.talking import SHORT, chat
+from tests.support.shared_sessions import SECRET_TEXT, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
-
-SECRET = "of a fleet of tests, long enough for it\n"
 
 
 class Pair:
@@ -25,10 +23,8 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
-        (folder / "secret").touch(0o600)
-        (folder / "secret").write_text(SECRET)
         self.folder, self.port, self.redis = folder, free_port(), RedisServer(folder / "redis")
-        self.shared = ("--remote", self.redis.url, "--fleet-secret-file", str(folder / "secret"))
+        self.shared = ("--remote", self.redis.url, "--fleet-secret-file", secret_file(folder))
         self.prefill = self.start()
         self.decode = launch(folder / "decode", *self.shared, "--role", "decode", "--prefill-url", self.url)
 
@@ -65,11 +61,8 @@ def long(topic: str) -> str:
 
 
 def alone(*said: str) -> list[str]:
-    """Answers of a server that has no other."""
-    params = SamplingParams(temperature=0, max_tokens=SHORT["max_tokens"], ignore_eos=True)
-    with Engine(cache_tiers=CacheTiers(hbm="16MiB"), device="cpu") as engine:
-        talk = engine.chat("talk")
-        return [talk.send(text, params).text for text in said]
+    """Answers of a server that has no other, in one conversation."""
+    return answers_without_a_store([list(said)], SHORT["max_tokens"])[0]
 
 
 def text_of(answer: dict) -> str:
@@ -150,10 +143,8 @@ def test_a_shared_tier_that_is_gone_costs_time_alone(pair):
 
 
 def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
-    (tmp_path / "secret").touch(0o600)
-    (tmp_path / "secret").write_text(SECRET[::-1].strip())
-    flags = ("--remote", pair.redis.url, "--fleet-secret-file", str(tmp_path / "secret"), "--role", "decode")
-    stranger = launch(tmp_path / "store", *flags, "--prefill-url", pair.url)
+    flags = ("--remote", pair.redis.url, "--role", "decode", "--prefill-url", pair.url)
+    stranger = launch(tmp_path / "store", *flags, environment={"KVSTORE_FLEET_SECRET": SECRET_TEXT[::-1]})
     try:
         wait_until(lambda: "prefill_degraded" in stranger.get("/health").json()["reasons"], "its first probe")
         asked = stranger.admin("GET", "/admin/stats").json()["remote"]["prefill"]
@@ -161,25 +152,3 @@ def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
         assert text_of(chat(stranger, long("pig"))) == alone(long("pig"))[0]
     finally:
         stranger.kill()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            ["--role", "prefill"],
-            "--remote is not set, but KV goes over it from or to a server whose role is prefill",
-        ),
-        (["--role", "decode", "--prefill-url", "http://a:1"], "to a server whose role is decode; give its URL"),
-        (
-            ["--role", "decode", "--remote", "redis://a"],
-            "--prefill-url is not set, but role is decode; give",
-        ),
-        (["--prefill-url", "http://a:1", "--remote", "redis://a"], "--prefill-url is set, but role is not decode"),
-        (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "--prefill-url is 'a:1'; give http://"),
-        (["--role", "both"], "--role is 'both'; give one of prefill, decode"),
-    ],
-)
-def test_roles_that_cannot_be_are_refused_in_one_line(flags, words):
-    found = run_command("serve", "--cpu", "8MiB", *flags, KVSTORE_FLEET_SECRET=SECRET.strip())
-    assert found.returncode == 2 and words in found.stderr and found.stderr.count("\n") == 1

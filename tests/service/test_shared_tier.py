@@ -4,17 +4,7 @@ import pytest
 
 from tests.service.test_isolation import TIERS, WORDS, ask, text_of
 from tests.support.buckets import Directory, need_obstore
-from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.service.talking import SHORT, tenants
-
-
-@pytest.fixture
-def redis(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
-    wait_for_answers(monkeypatch)
-    server = RedisServer(tmp_path)
-    yield server
-    server.kill()
 
 
 def options(folder, shared):
@@ -43,9 +33,9 @@ def test_tenants_stay_apart_on_another_server_both_ways(redis, tmp_path):
 
 
 @pytest.mark.parametrize("route", ["/chat", "/v1/chat/completions"])
-def test_another_conversation_hits_the_system_prompt_in_a_directory(tmp_path, monkeypatch, route):
+@pytest.mark.usefixtures("fleet_secret")
+def test_another_conversation_hits_the_system_prompt_in_a_directory(tmp_path, route):
     need_obstore()
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
     shared = Directory(tmp_path / "objects")
     one, other = options(tmp_path / "one", shared), options(tmp_path / "other", shared)
     system = {"role": "system", "content": " ".join(WORDS * 4)}

@@ -11,6 +11,7 @@ from kvstore.service.api.engine_metrics import engine_families
 from tests.support.engines import ask, tokens
 from tests.support.kv_reader import free_endpoint
 from tests.support.redis_server import RedisServer
+from tests.support.shared_sessions import SECRET_TEXT
 
 NAMES = Path(__file__).with_name("engine_metrics.txt")
 SHARED = dict.fromkeys(("servers", "leases", "conflicts", "failures", "unreachable"), 0)  # of sessions in a Redis
@@ -21,7 +22,7 @@ def stats(model, tmp_path_factory):
     """Of an engine with every tier, in a process of its own among others."""
     redis, store = RedisServer(tmp_path_factory.mktemp("redis")), tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+        patch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT)
         tiers = CacheTiers("2MiB", "2MiB", "32MiB", store, remote=redis.url)
         with Engine(model, tiers, device="cpu", kv_events=free_endpoint()) as engine:
             ask(engine, tokens(1, 40))

@@ -39,16 +39,6 @@ def test_without_ray_replicas_are_refused_in_one_line(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_several_replicas_that_do_not_share_sessions_are_refused(tmp_path):
-    said = refused("--store", tmp_path / "store", "--replicas", "1-2")
-    assert "--replicas 2 without --session-store: a session would be on one replica alone" in said
-
-
-def test_replicas_have_no_ranks_on_ray():
-    said = refused("--disk", "0", "--replicas", "2", *SESSIONS, "--distributed-executor", "ray")
-    assert "--distributed-executor is ray, which starts one server" in said
-
-
 def test_an_application_s_arguments_are_flags():
     with pytest.raises(ConfigError, match=r"'sessions' is no flag of kvstore serve; did you mean"):
         app({"sessions": "redis://127.0.0.1/0"})
