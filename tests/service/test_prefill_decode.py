@@ -1,9 +1,11 @@
 """Two servers, one that prefills and one that decodes, over one Redis: one conversation, whatever happens to the first.
 
-Tokens are those of one server alone.
+Tokens are those of one server alone. And POST /prefill itself: who may call it, and that all blocks of a prompt are in
+the shared tier before it says so.
 """
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import CacheTiers
+from kvstore.remote.names import PREFILL_KEY, fleet_secret
+from kvstore.service.server import fleet_key_of
+from tests.support.engines import tokens
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.service.server_process import ServerProcess, launch
+from tests.support.service.serving import KEY, serving
 from tests.support.service.talking import SHORT, chat
 from tests.support.shared_sessions import SECRET_TEXT, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
+
+PROMPT = tokens(1, 160)
 
 
 class Pair:
@@ -25,8 +34,10 @@ class Pair:
         (folder / "redis").mkdir()
         self.folder, self.port, self.redis = folder, free_port(), RedisServer(folder / "redis")
         self.shared = ("--remote", self.redis.url, "--fleet-secret-file", secret_file(folder))
-        self.prefill = self.start()
-        self.decode = launch(folder / "decode", *self.shared, "--role", "decode", "--prefill-url", self.url)
+        decode = (*self.shared, "--role", "decode", "--prefill-url", self.url)
+        with ThreadPoolExecutor(2) as both:
+            starting = both.submit(self.start), both.submit(launch, folder / "decode", *decode)
+        self.prefill, self.decode = (server.result() for server in starting)
 
     @property
     def url(self) -> str:
@@ -142,13 +153,95 @@ def test_a_shared_tier_that_is_gone_costs_time_alone(pair):
     pair.redis.start()
 
 
-def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
-    flags = ("--remote", pair.redis.url, "--role", "decode", "--prefill-url", pair.url)
-    stranger = launch(tmp_path / "store", *flags, environment={"KVSTORE_FLEET_SECRET": SECRET_TEXT[::-1]})
-    try:
+def test_a_server_of_another_fleet_is_not_let_in(pair, monkeypatch):
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT[::-1])
+    tiers = {"hbm": "4MiB", "cpu": "8MiB", "remote": pair.redis.url, "role": "decode", "prefill_url": pair.url}
+    with serving(engine={"cache_tiers": tiers}) as stranger:
         wait_until(lambda: "prefill_degraded" in stranger.get("/health").json()["reasons"], "its first probe")
-        asked = stranger.admin("GET", "/admin/stats").json()["remote"]["prefill"]
-        assert "401 invalid_api_key" in asked["degraded"]
+        assert "401 invalid_api_key" in stranger.engine.stats()["remote"]["prefill"]["degraded"]
         assert text_of(chat(stranger, long("pig"))) == alone(long("pig"))[0]
-    finally:
-        stranger.kill()
+
+
+# -- POST /prefill ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.resume()
+    server.kill()
+
+
+@pytest.fixture(scope="module", params=["cpu", "disk"])
+def server(request, redis, tmp_path_factory):
+    os.environ["KVSTORE_FLEET_SECRET"] = SECRET_TEXT
+    tiers = {"hbm": "8MiB", "cpu": "8MiB", "remote": redis.url, "role": "prefill"}
+    if request.param == "disk":
+        tiers |= {"disk": "32MiB", "path": tmp_path_factory.mktemp("store")}
+    redis.ask("FLUSHALL")
+    with serving(engine={"cache_tiers": tiers}, fleet_key=fleet_key_of({"cache_tiers": tiers}), api_key=KEY) as found:
+        yield found
+    del os.environ["KVSTORE_FLEET_SECRET"]
+
+
+def ask(server, key=None, **more):
+    body = {
+        "token_ids": PROMPT,
+        "root": server.engine.root("").hex(),
+        "fingerprint": server.engine.facts.fingerprint.hex(),
+    }
+    key = fleet_secret(None).derived(PREFILL_KEY).hex() if key is None else key
+    return server.post("/prefill", {**body, **more}, Authorization=f"Bearer {key}")
+
+
+def test_a_prompt_is_in_the_shared_tier_when_the_answer_comes(server, redis):
+    for length, num_blocks in ((160, 10), (100, 6), (15, 0), (0, 0)):
+        redis.ask("FLUSHALL")
+        prompt = tokens(length, length)
+        reply = ask(server, token_ids=prompt)
+        assert (reply.status, reply.json()) == (200, {"num_blocks": num_blocks})
+        assert redis.ask("DBSIZE") == num_blocks
+    server.wait_until_idle()
+
+
+def test_a_prompt_that_is_there_is_told_at_once(server, redis):
+    assert [ask(server).json()["num_blocks"] for _ in range(2)] == [10, 10]
+
+
+def test_a_prompt_is_of_the_chain_that_it_names(server):
+    root = server.engine.root("ada")
+    assert ask(server, root=root.hex(), tenant="ada").json() == {"num_blocks": 10}
+    reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] in (0, 144), "only its own"
+    output = server.run(server.context.engine.generate(PROMPT, tenant="ada"))
+    assert output.usage.cached_tokens == 144
+
+
+@pytest.mark.parametrize("key", ["", KEY, "ab" * 32])
+def test_without_the_fleets_key_nothing_is_computed(server, key):
+    reply = ask(server, key)
+    assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "code"),
+    [
+        ({"fingerprint": "00" * 32}, 409, "another_model"),
+        ({"root": "ab"}, 400, "invalid_value"),
+        ({"token_ids": [10**6]}, 400, "invalid_value"),
+        ({"token_ids": [1] * 2000}, 400, "context_length_exceeded"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(server, wrong, status, code):
+    reply = ask(server, **wrong)
+    assert (reply.status, reply.error["code"]) == (status, code)
+
+
+def test_without_the_shared_tier_it_says_that_nothing_is_there(server, redis):
+    redis.kill()
+    assert ask(server, token_ids=tokens(7, 160)).json() == {"num_blocks": 0}
+    redis.start()
+    server.wait_until(lambda: not server.engine.stats()["remote"]["degraded"], "it is back")
+
+
+def test_only_a_server_of_that_role_lets_others_in():
+    assert fleet_key_of({"cache_tiers": CacheTiers()}) is None and fleet_key_of({}) is None

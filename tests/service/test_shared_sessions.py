@@ -36,7 +36,8 @@ class Fleet:
         self.flags = ("--session-store", self.redis.url, "--fleet-secret-file", secret_file(folder),
                       "--remote", self.kv.url)  # fmt: skip
         self.stores = [folder / "one", folder / "other"]
-        self.servers: list[ServerProcess] = [self.launch(index) for index in (0, 1)]
+        with ThreadPoolExecutor(2) as both:
+            self.servers: list[ServerProcess] = list(both.map(self.launch, (0, 1)))
 
     def launch(self, index: int) -> ServerProcess:
         return launch(self.stores[index], *self.flags)
