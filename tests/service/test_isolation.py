@@ -16,10 +16,9 @@ from kvstore.service.http.logs import LOGGER
 from tests.support.buckets import Directory, need_obstore
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, raw_request, serving
-from tests.support.service.talking import SHORT, Stream, chat, talking_body, tenants
+from tests.support.service.talking import SHORT, TALKING_ROUTES, Stream, chat, talking_body, tenants
 
 TIERS = {"hbm": "2MiB", "cpu": "64MiB", "disk": "128MiB"}
-TALKING_ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 WORDS = "the sea and a long walk by it in the evening with an old friend who likes to talk about ships".split()
 
 

@@ -23,7 +23,7 @@ from kvstore.sessions.store import open_sessions
 from tests.support.service.clients import Clients
 from tests.support.service.server_process import ServerProcess, launch, launched, run_command, verify
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
-from tests.support.service.talking import LONG, SHORT, Stream, chat
+from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, chat, talking_body
 from tests.support.waiting import wait_until
 
 NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 60
@@ -32,12 +32,8 @@ WITH_SIGHUP = ("env", "--default-signal=HUP")  # also where the tests were start
 HELLO = "Hello, I am {}, and my dog is called Rex. What is the name of my dog? And what is my name?"
 MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
 REQUEST_S = 8.0
-SAID = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 BODIES = {
-    "/chat": {"message": "Hello", **SHORT},
-    "/v1/chat/completions": SAID,
-    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
-    "/v1/responses": {"input": "Hello"},
+    **{path: {**talking_body(path, "Hello"), **SHORT} for path in TALKING_ROUTES},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5, 6]},
     "/sessions/{id}/pin": {"ttl": 5},
@@ -192,18 +188,6 @@ def engines(server: ServerProcess) -> list[dict]:
     return reply.json()["replicas"]
 
 
-def pids(server: ServerProcess) -> list[int]:
-    children = psutil.Process(server.process.pid).children()
-    return [child.pid for child in children if "kvstore.engine.core_process" in child.cmdline()]
-
-
-def say(server: ServerProcess, text: str, session_id: str | None = None) -> dict:
-    named = {} if session_id is None else {"session_id": session_id}
-    reply = server.post("/chat", {"message": text, **SHORT, **named})
-    assert reply.status == 200, reply.body
-    return reply.json()
-
-
 def begin(server: ServerProcess, session_id: str) -> Stream:
     stream = Stream(server, "/chat", {"message": "Tell me more.", "session_id": session_id, **LONG})
     assert stream.status == 200 and stream.next() is not None
@@ -214,7 +198,7 @@ def hangs_and_is_replaced(server: ServerProcess) -> None:
     os.kill(engines(server)[1]["process"]["pid"], signal.SIGSTOP)
     wait_until(lambda: "replica_down" in server.get("/health").json()["reasons"], "health says so")
     assert server.get("/ready").status == 200 and server.get("/health").json()["status"] == "degraded"
-    assert [say(server, HELLO.format(name))["turn"] for name in ("Anna", "Bob", "Carl")] == [1, 1, 1]
+    assert [chat(server, HELLO.format(name))["turn"] for name in ("Anna", "Bob", "Carl")] == [1, 1, 1]
     wait_until(lambda: server.get("/health").json()["status"] == "ok", "it was replaced")
     assert [one["process"]["restarts"] for one in engines(server)] == [1, 1]
 
@@ -222,8 +206,8 @@ def hangs_and_is_replaced(server: ServerProcess) -> None:
 def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_path):
     store, flags = tmp_path / "store", ("--data-parallel-size", "2", "--engine-timeout", "15")
     with launched(store, *flags) as server:
-        assert len(pids(server)) == 2
-        sessions = [say(server, HELLO.format(name))["session_id"] for name in ("Anna", "Bob")]
+        assert len(server.cores) == 2
+        sessions = [chat(server, HELLO.format(name))["session_id"] for name in ("Anna", "Bob")]
         server.flush()
         streams = [begin(server, session_id) for session_id in sessions]
         assert [one["process"]["requests"] for one in engines(server)] == [1, 1]
@@ -238,7 +222,7 @@ def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_p
         assert all(events[-1] == "[DONE]" for events in ends)
         assert server.get("/ready").status == 200
         for session_id, error in zip(sessions, failed, strict=True):
-            answer = say(server, "And what is my name?", session_id)
+            answer = chat(server, "And what is my name?", session_id)
             assert answer["turn"] == (3 if error is None else 2)
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
         wait_until(lambda: server.get("/health").json() == {"status": "ok", "reasons": []}, "both answer")
@@ -249,26 +233,16 @@ def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_p
         assert shown.returncode == 0 and "2 of 2 answer; open requests: 0 and 0" in shown.stdout, shown
         assert run_command("evict", "--store", store, "--all").returncode == 0
         assert server.admin("GET", "/admin/stats").json()["disk"]["blocks"] == 0
-        answer = say(server, "And my dog?", sessions[0])
+        answer = chat(server, "And my dog?", sessions[0])
         server.flush()
+        processes = server.cores
         server.process.terminate()
-        assert server.process.wait(60) == 0 and pids_gone(server)
+        assert server.process.wait(60) == 0 and len(processes) == 2 and all(map(is_gone, processes))
     verify(store)
     with launched(store) as server:  # one engine again
-        again = say(server, "And again?", sessions[0])
+        again = chat(server, "And again?", sessions[0])
         assert again["turn"] == answer["turn"] + 1
         assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["disk"] >= 16
-
-
-def pids_gone(server: ServerProcess) -> bool:
-    return not [one for one in psutil.process_iter() if is_child(one, server.process.pid)]
-
-
-def is_child(process: psutil.Process, parent: int) -> bool:
-    try:
-        return process.ppid() == parent
-    except psutil.NoSuchProcess:
-        return False
 
 
 def ask(server: Serving, route, session_id: str, deleted: str) -> tuple[str, Reply]:
@@ -308,7 +282,7 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
             with ThreadPoolExecutor(64) as clients:
                 asked = [clients.submit(ask, server, route, known, deleted) for route in ROUTES]
                 streamed = clients.submit(stream.rest)
-                begun = Stream(server, "/v1/chat/completions", SAID)  # while all others ask
+                begun = Stream(server, "/v1/chat/completions", BODIES["/v1/chat/completions"])  # while all others ask
                 found = dict(one.result() for one in asked)
                 *_, error, done = streamed.result()
             assert (error["error"]["code"], done) == ("request_timeout", "[DONE]")

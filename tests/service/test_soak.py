@@ -291,9 +291,7 @@ def counts_by_type() -> Counter[str]:
 
 
 def grown_since(before: Counter[str]) -> dict[str, int]:
-    return {
-        kind: count - before[kind] for kind, count in counts_by_type().items() if count - before[kind] >= NUM_TURNS // 2
-    }
+    return {kind: count for kind, count in (counts_by_type() - before).items() if count >= NUM_TURNS // 2}
 
 
 def talk(server: Serving) -> None:

@@ -1,4 +1,4 @@
-"""A conversation at a real terminal; progress as a bar in one, as lines elsewhere, and none for what is done at once."""
+"""A conversation at a real terminal; progress as a bar in one, as lines elsewhere, and not of what is done at once."""
 
 import io
 import os
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.engine.builtin import MODEL_DIR
 from kvstore.service.command.progress import progress
+from tests.support.typing_in import type_in
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -143,3 +145,15 @@ def test_nothing_for_a_program(stderr):
     with progress("checking", is_silent=True) as update:
         update(0.5)
     assert noted.getvalue() == ""
+
+
+def test_a_model_with_a_broken_template_does_not_chat(run, monkeypatch, tmp_path):
+    for file in MODEL_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("{{ nothing.at.all }}")
+    type_in(monkeypatch, "Hello")
+    code, out, said = run("chat", tmp_path, "--device", "cpu")
+    assert (code, out) == (2, "")
+    error = said.splitlines()[-1]
+    assert error.startswith(f"kvstore: the chat template of {tmp_path.name} is broken ('nothing' is undefined); give")

@@ -18,9 +18,9 @@ from kvstore.service.replicas.replica import PassedRequest, Replica, arguments_a
 from kvstore.service.settings.config_file import effective
 from kvstore.service.settings.engine_options import arguments_of, engine_command, with_tiers
 from kvstore.service.settings.serve_options import REPLICAS, ServeOptions
-from tests.support.service import talking
 from tests.support.service.server_process import ENVIRONMENT, ROOT, run_command
 from tests.support.service.serving import serving
+from tests.support.service.talking import talking_body
 from tests.support.waiting import wait_in_loop
 
 LONG = {"message": "Go on.", "max_tokens": 800, "ignore_eos": True, "stream": True}
@@ -181,13 +181,13 @@ def test_a_replica_has_a_gpu_for_each_process_that_computes():
     assert resources(1, True, arguments_of("serve", settings)[0]) == {"num_cpus": 1, "num_gpus": 6}
 
 
-@pytest.mark.parametrize(("path", "body"), [("/chat", {"message": "Hi."}), ("/v1/responses", {"input": "Hi."})])
-def test_only_behind_a_front_does_a_header_name_a_new_session(path, body):
-    body = {**body, **({"max_output_tokens": 3} if path == "/v1/responses" else talking.SHORT)}
-    for is_behind in (True, False):
-        with serving(takes_session_names=is_behind) as server:
-            assert server.post(path, body, **{"X-New-Session": "chosen"}).status == 200
-            assert (server.get("/sessions/chosen").status == 200) is is_behind
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_only_behind_a_front_does_a_header_name_a_new_session(is_behind):
+    with serving(takes_session_names=is_behind) as server:
+        for path in ("/chat", "/v1/responses"):
+            body = {**talking_body(path, "Hi."), "max_output_tokens": 3, "max_tokens": 3}
+            assert server.post(path, body, **{"X-New-Session": path[-4:]}).status == 200
+            assert (server.get(f"/sessions/{path[-4:]}").status == 200) is is_behind
 
 
 def test_a_replica_that_was_killed_leaves_its_place_to_the_next_one(tmp_path):
