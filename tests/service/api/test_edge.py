@@ -258,8 +258,7 @@ def told(log: list[str]) -> list[tuple[str, ...]]:
     return [tuple(one[name] for name in ("level", "reason", "status", "cause") if name in one) for one in lines]
 
 
-def test_redis_goes_and_comes_back(redis, lines, monkeypatch):
-    monkeypatch.setattr(health, "WATCH_S", 0.05)
+def test_redis_goes_and_comes_back(redis, lines):
     with serving(engine={"cache_tiers": {"hbm": "4MiB", "cpu": "8MiB", "remote": redis.url}}) as server:
         watching = asyncio.run_coroutine_threadsafe(health.watch(server.context), server.loop)
         redis.kill()
