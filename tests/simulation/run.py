@@ -53,7 +53,7 @@ class Config:
     policy: str = "fcfs"
     eviction: str = "auto"
     load: str = "auto"
-    hours: float = 24.0
+    hours: float = 12.0
     talks: int = 14
     step_s: float = 0.01
     token_s: float = 0.001  # of computing one

@@ -12,14 +12,9 @@ from kvstore.service.api.sessions.chat_schema import ChatBody, ForkBody
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.fields import MAX_EXAMINED, near_misses
 from tests.support.service.serving import server_fixture
+from tests.support.service.talking import TALKING_ROUTES, talking_body
 
-SAID = [{"role": "user", "content": "Hello"}]
-BODIES = {
-    "/chat": {"message": "Hello", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": SAID, "max_tokens": 2},
-    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
-    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
-}
+BODIES = {path: {**talking_body(path, "Hello"), "max_tokens": 2, "max_output_tokens": 2} for path in TALKING_ROUTES}
 CONSTRAINTS = {
     "structured_outputs": {"regex": "a+"},
     "guided_json": {"type": "object"},
