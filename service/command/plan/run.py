@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.config import COUNT, FILE, SIZE, ValueForm, format_size, matching, one_of, parse_size, several
+from kvstore.config import COUNT, FILE, SIZE, ValueForm, matching, one_of, parse_size, several
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.errors import ConfigError
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
@@ -34,7 +34,6 @@ from kvstore.planning.sizing import (
 )
 from kvstore.planning.trace_formats import FORMATS
 from kvstore.policy.policies import POLICIES
-from kvstore.service.command.plan.fleet import BANDWIDTH, FLEET_OPTIONS, run_fleet
 from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
 from kvstore.service.command.progress import progress
 from kvstore.service.command.store import carry_out
@@ -69,6 +68,7 @@ KV_BYTES = ValueForm(parse=_kv_bytes, accepts=f"a size such as 128KiB, or one of
 RATE = ValueForm(
     parse=matching(r"[0-9]{1,12}(\.[0-9]{1,9})?", float), accepts="tokens a second, a number above 0", low=1e-9
 )
+BANDWIDTH = ValueForm(parse=lambda text: float(parse_size(text)), accepts="bytes a second, such as 3GB", low=1)
 PICTURE = ValueForm(parse=_picture, accepts=f"a file that ends in {' or '.join(PICTURES)}")
 SIZES = several(SIZE, "SIZES")
 SERVICE_OPTIONS = {  # the names of a service model's parts
@@ -97,11 +97,9 @@ PLAN_OPTIONS = (
         aliases=("--eviction",),
     ),
     *SERVICE_OPTIONS.values(),
-    *FLEET_OPTIONS,
     Option("--plot", PICTURE, None, "draw hit rate and TTFT into a file, .png or .svg"),
     JSON,
 )  # fmt: skip
-FLEET_FLAGS = {option.key for option in FLEET_OPTIONS} - {"servers"}
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
 the server that has the store open, as far as it has measured it, else assumed; the answer says which. Sizes and
@@ -111,7 +109,6 @@ examples:
   kvstore plan                                    what the default store would have gained from other sizes
   kvstore plan --store ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
   kvstore plan --trace trace.jsonl --format mooncake --kv-bytes-per-token llama-3.1-8b --plot plan.png
-  kvstore plan --hbm 24GiB --cpu 64GiB --disk 256GiB --servers 1,10,100 --remote 10TiB --network 3GB
   kvstore plan --requests 20000 --json | python -m json.tool"""
 COMMAND = Command("plan", {"flags": PLAN_OPTIONS}, EXAMPLES)
 
@@ -279,10 +276,6 @@ def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
     tolerate_any_text()
     tell_in_lines()
     question = _question(values)
-    if values["servers"] is not None:
-        sizes = f"HBM, CPU and disk of a server {', '.join(map(format_size, asdict(question.sizes[0]).values()))}"
-        run_fleet(question.source.trace, question.config(question.sizes[0]), values, sizes)
-        return 0
     answer: dict[str, Any] = {"no_cache": None, "ideal": None, "points": []}
     try:
         with progress("replaying", values["json"]) as on_progress:
@@ -308,11 +301,6 @@ def _check(given: Set[str], values: dict[str, Any]) -> None:
     elif values["kv_bytes_per_token"] is None:
         forms = f"a size or one of {MODELS}"
         raise UsageError(f"--trace needs --kv-bytes-per-token, {forms}: a trace does not say how large KV is")
-    if values["servers"] is None:
-        if stray := given & FLEET_FLAGS:
-            raise UsageError(f"--{min(stray).replace('_', '-')} is of a fleet; give --servers too")
-    elif any(len(values[tier] or []) != 1 for tier in ("hbm", "cpu", "disk")) or values["plot"] is not None:
-        raise UsageError("--servers needs one size each of --hbm, --cpu and --disk, and draws no --plot")
     num_points = math.prod(len(values[tier] or [0]) for tier in ("hbm", "cpu", "disk"))
     if num_points > MAX_POINTS:
         raise UsageError(f"{num_points} combinations of sizes take too long; give {MAX_POINTS} at most")

@@ -235,6 +235,7 @@ def test_a_store_that_cannot_say_how_large_its_kv_is(run, owned):
 
 # -- what may be wrong -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("argv", "words"), [
+    (["--servers", "10"], "unknown flag '--servers', as it has been removed: docs/fleet.md has what simulated fleets"),
     (["--polciy", "lru"], "unknown flag '--polciy'; did you mean '--policy'?"),
     (["--policy", "belady"], "--policy is 'belady'; give one of auto, fifo, lru, return"),
     (["--format", "mooncake"], "--format is that of a file"),
