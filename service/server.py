@@ -36,8 +36,7 @@ from kvstore.service.api.health import watch
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
-from kvstore.service.http.connection import SEND_BUFFER_BYTES, Connection, Connections
-from kvstore.service.http.descriptors import AcceptErrors, ensure_descriptors
+from kvstore.service.http.connection import SEND_BUFFER_BYTES, AcceptErrors, Connection, Connections, ensure_descriptors
 from kvstore.service.http.errors import unavailable
 from kvstore.service.http.limits import Limits
 from kvstore.service.http.logs import log, set_up_logging
@@ -235,7 +234,7 @@ class Server:
         await runner.setup()
         self._runner = runner
         try:
-            self._socket = await self._listening(lambda: Connection(runner.server, self.connections, loop), path)
+            self._socket = await self._listening(partial(Connection, runner.server, self.connections, loop), path)
         except OSError as error:
             await runner.cleanup()
             raise KVStoreError(self._why_not(error)) from error

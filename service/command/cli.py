@@ -12,10 +12,27 @@ from typing import Any
 
 from kvstore import __version__
 from kvstore.errors import ConfigError, HubError, KVStoreError, ModelError, StoreLockedError
-from kvstore.service.command.variables import tell_misspelt
-from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, suggestion
+from kvstore.service.settings.config_file import known_keys
+from kvstore.service.settings.options import COMMANDS, EPILOG, REMOVED, UsageError, key_of, nearest, suggestion
 
+OTHERS = {"CONFIG", "FLEET_SECRET", "REDIS_PASSWORD"}  # that are read, beside the flags of a command
+CUTOFF = 0.7  # what Kubernetes sets for a service of this name is further from ours
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def tell_misspelt(environment: Mapping[str, str]) -> None:
+    """One line on stderr for each variable that is nearly the name of one that some command reads."""
+    given = {name.removeprefix("KVSTORE_") for name in environment if name.startswith("KVSTORE_")}
+    given -= OTHERS | {key.upper() for key in REMOVED}  # which are refused
+    if not given or not given - {key.upper() for keys in known_keys().values() for key in keys}:
+        return
+    from kvstore.service.command.flags_page import commands  # loads every command, hence only now
+
+    options = [one for command in commands() for one in command.options if one.mirrored]
+    known = OTHERS | {key_of(flag).upper() for one in options for flag in (one.flag, *one.aliases)}
+    for name in sorted(given - known):
+        for meant in nearest(name, known, CUTOFF):
+            print(f"kvstore: nothing reads KVSTORE_{name}; did you mean KVSTORE_{meant}?", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object] | None = None) -> int:
@@ -105,7 +122,7 @@ def _with_engine(
 ) -> int:
     model = arguments.pop("model", None)
     if name == "serve" and options.replicas is not None:
-        from kvstore.service.replicas.run import run_replicas
+        from kvstore.service.replicas.app import run_replicas
 
         return run_replicas(model, arguments, options)
     if name == "serve":

@@ -18,8 +18,8 @@ from kvstore.config import DURATION, PLACE, SIZE, SWITCH, TEXT, whole
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tolerate_any_text
-from kvstore.service.settings.chat_options import ID
 from kvstore.service.settings.config_file import told
+from kvstore.service.settings.engine_options import ID
 from kvstore.service.settings.options import JSON, STORE, Command, Option, UsageError, default_store, suggestion
 from kvstore.service.settings.serve_options import seconds
 from kvstore.sessions.record import SessionKey
@@ -69,7 +69,7 @@ def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
         return _watch(values)
     result = carry_out(values, "stats", {}, "reading the store")
     if not _is_printed_as_json(values, result):
-        from kvstore.service.command.stats_tables import show_stats
+        from kvstore.service.command.store_tables import show_stats
 
         show_stats(result, _tables().console())
     return EXIT_OK
@@ -77,7 +77,7 @@ def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
 
 def _watch(values: Mapping[str, Any]) -> int:
     """Run until Ctrl-C, which is no failure here. In a terminal the numbers stay in place."""
-    from kvstore.service.command.stats_tables import live_stats
+    from kvstore.service.command.store_tables import live_stats
 
     try:
         with live_stats(_tables().console()) as show:

@@ -16,7 +16,7 @@ from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, RequestError, StoreError
-from kvstore.service.settings.chat_options import ChatOptions
+from kvstore.service.settings.engine_options import ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -53,6 +53,10 @@ class ApiError(Exception):
         return ErrorBody(ErrorInfo(self.message, self.type, self.param, self.code))
 
 
+class ReaderGone(ConnectionError):
+    """The reader is gone: the connection was closed, or dropped because its reader received nothing for too long."""
+
+
 def bad_request(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
     """A 400. param: the wrong field."""
     return ApiError(400, message, param=param, code=code)

@@ -24,7 +24,7 @@ from kvstore.engine.sessions.one_turn import OneTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
-from kvstore.service.api.context import Context
+from kvstore.service.api.context import Context, Exchange
 from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
@@ -41,7 +41,7 @@ class TurnRequest:
     messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session.
     fork_of: the session is created as a fork of another one if its id does not exist yet. after_turn: the session must
     have this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset
-    leaves it as it is. route: of the metrics.
+    leaves it as it is.
     """
 
     tenant: str
@@ -50,7 +50,6 @@ class TurnRequest:
     system: str | None
     messages: Sequence[Message]
     params: SamplingParams
-    route: str
     truncation: str = "auto"
     truncation_reuse: str = "reencode"
     request_key: str | None = None
@@ -91,7 +90,7 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
 
 
 @asynccontextmanager
-async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Turn[TurnResult]]:
+async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> AsyncIterator[list[Turn[TurnResult]]]:
     """Begin a turn, or find the stored one with the same Idempotency-Key.
 
     A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
@@ -99,8 +98,8 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Turn
     """
     for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
         check_chars_of(context, [text])
-    async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), wanted.route) as turn:
-        yield turn
+    async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), exchange) as turn:
+        yield [turn]
 
 
 async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnResult]) -> TurnResult:

@@ -315,6 +315,6 @@ def _show(plan: dict[str, Any], values: Mapping[str, Any]) -> None:
 
         show_plan(plan, console())
     if values["plot"] is not None:
-        from kvstore.service.command.plan.chart import draw
+        from kvstore.service.command.plan.tables import draw
 
         draw(plan, values["plot"])

@@ -18,7 +18,7 @@ from kvstore.engine.outputs import CachedTokensDetails, Usage
 from kvstore.errors import ModelError
 from kvstore.service.command import cli, terminal
 from kvstore.service.command.flags_page import commands, flags_page
-from kvstore.service.settings.chat_options import ChatOptions
+from kvstore.service.settings.engine_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
 from tests.support.service.fake_engine import FakeEngine, make_output
 from tests.support.service.server_process import run_command, without_progress

@@ -1,8 +1,8 @@
 """A misspelt variable is told; those that something reads, or that others set, are not."""
 
 from kvstore.service.command import cli
+from kvstore.service.command.cli import tell_misspelt
 from kvstore.service.command.flags_page import commands
-from kvstore.service.command.variables import tell_misspelt
 from kvstore.service.settings.options import variable_of
 
 READ = ["KVSTORE_CONFIG", "KVSTORE_FLEET_SECRET", "KVSTORE_REDIS_PASSWORD", "KVSTORE_PATH"]  # the last by an older name
