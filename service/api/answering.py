@@ -33,13 +33,15 @@ class Dialect(Protocol[R]):
     has_done: whether events end with [DONE].
     """
 
-    has_done: ClassVar[bool]
+    has_done: ClassVar[bool] = True
 
     def first(self, turns: Sequence[Turn[R]]) -> Iterable[Event]:
         """Before any piece. A stream's headers go out with its first event: until then an error has its status."""
+        return ()
 
     def piece(self, turns: Sequence[Turn[R]], number: int, piece: Piece) -> Iterable[Event]:
         """Of the turn of this number."""
+        ...
 
     def last(self, turns: Sequence[Turn[R]], results: Sequence[R]) -> Iterable[Event]: ...
 
@@ -75,36 +77,23 @@ async def answer(
 
 async def _together(turns: Sequence[Turn[R]]) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of all turns as they come, each with its turn's number."""
-    if len(turns) == 1:  # without a task and a queue in between
+    if len(turns) == 1:  # without a task for each piece
         async for piece in turns[0]:
             yield 0, piece
         return
-    items: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(len(turns) * 4)  # None: it has ended
-
-    async def read(turn: Turn[R], number: int) -> None:
-        try:
-            async for piece in turn:
-                await items.put((number, piece))
-        except Exception as error:
-            await items.put((number, error))
-        else:
-            await items.put((number, None))
-
-    readers = [asyncio.create_task(read(turn, number)) for number, turn in enumerate(turns)]
+    reads = {asyncio.ensure_future(anext(turn, None)): number for number, turn in enumerate(turns)}
     try:
-        num_open = len(turns)
-        while num_open:
-            number, item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield number, item
+        while reads:
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            for read in done:
+                number = reads.pop(read)
+                if (said := read.result()) is not None:
+                    reads[asyncio.ensure_future(anext(turns[number], None))] = number
+                    yield number, said
     finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
 
 
 # -- server-sent events ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvstore.engine.client.messages import Flush
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.remote.prefill import PATH
 from kvstore.service.api.context import EXCHANGE, context_of
-from kvstore.service.api.openai.stateless import check_ended
+from kvstore.service.api.openai.stateless import ended
 from kvstore.service.api.schema import TokenId, read_body
 from kvstore.service.http.errors import NO_RETRY, ApiError
 from kvstore.service.http.routes import Route, json_response
@@ -59,7 +59,7 @@ async def prefill(request: web.Request) -> web.Response:
         )
         async with context.reading(await starting, request[EXCHANGE]) as turn:
             handle = await turn.result()
-        check_ended(handle.output)
+        ended(handle.output)
         chain = handle.chain
         num_blocks = await engine.call(engine.engine.client.call, Flush(chain, SHARE_S)) if chain else 0
     return json_response(PrefillAnswer(num_blocks))

@@ -45,23 +45,12 @@ MAX_EXAMINED = 64  # of unknown fields
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=1, le=2**31)]
-NumChoices = Annotated[int, Meta(ge=1, le=16)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-TopK = Annotated[int, Meta(ge=-1, le=2**31)]
-MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=1024)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=16)]
-StopTokenIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
-CacheSalt = Annotated[str, Meta(max_length=256)]
 
 
 def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
@@ -117,25 +106,30 @@ class StreamOptions(msgspec.Struct):
 class Sampling(msgspec.Struct, kw_only=True):
     """What every route that generates accepts; null is the same as not given."""
 
-    n: NumChoices | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    seed: Seed | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: LogitBias | None = None
     stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream shall end with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 _SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling.__struct_fields__]

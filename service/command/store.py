@@ -18,7 +18,7 @@ from kvstore.config import DURATION, PLACE, SIZE, SWITCH, TEXT, whole
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tolerate_any_text
-from kvstore.service.settings.config_file import told
+from kvstore.service.settings.config_file import Told
 from kvstore.service.settings.engine_options import ID
 from kvstore.service.settings.options import JSON, STORE, Command, Option, UsageError, default_store, suggestion
 from kvstore.service.settings.serve_options import seconds
@@ -48,19 +48,6 @@ WATCH = Option(
 )  # fmt: skip
 DELETE = Option("--delete", SWITCH, False, "take out damaged blocks, and those computed after them", mirrored=False)
 LIMIT = Option("--limit", whole(1, MAX_SESSIONS), 100, "how many to list, the last used first")
-
-
-def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]) -> int:
-    """Run one of them. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails."""
-    run, command = STORE_COMMANDS[name]
-    given = told(command, argv, environment)
-    if given is None:
-        return EXIT_OK
-    values = given.values
-    values["store"] = values["store"] or STORE.reads.read(STORE.flag, default_store())
-    tolerate_any_text()
-    tell_in_lines()
-    return run(values, given.arguments)
 
 
 # -- the commands ----------------------------------------------------------------------------------------------------
@@ -145,8 +132,19 @@ SESSION_VERBS = {
 }
 
 
-def _command(name: str, run: Run, options: tuple[Option, ...], examples: str, takes: str = "") -> tuple[Run, Command]:
-    return run, Command(name, {"flags": (STORE, JSON, *options)}, examples, takes and f"[{takes}]", takes, bool(takes))
+def _command(
+    name: str, run: Run, options: tuple[Option, ...], examples: str, takes: str = ""
+) -> tuple[Callable[[Told], int], Command]:
+    def carried_out(given: Told) -> int:
+        values = given.values
+        values["store"] = values["store"] or STORE.reads.read(STORE.flag, default_store())
+        tolerate_any_text()
+        tell_in_lines()
+        return run(values, given.arguments)
+
+    return carried_out, Command(
+        name, {"flags": (STORE, JSON, *options)}, examples, takes and f"[{takes}]", takes, bool(takes)
+    )
 
 
 STORE_COMMANDS = {

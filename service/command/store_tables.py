@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config import format_size
-from kvstore.service.command.terminal import MODEL, YOU, printable
+from kvstore.service.command.terminal import MODEL, YOU, counted, printable
 
 NONE = "–"
 PIPE_WIDTH = 160  # when stdout is no terminal, so that nothing is cut
@@ -40,18 +40,10 @@ def console() -> Console:
     return made if made.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def num_blocks(number: int) -> str:
-    return f"{number:,} block{'s' * (number != 1)}"
-
-
-def num_turns(number: int) -> str:
-    return f"{number:,} turn{'s' * (number != 1)}"
-
-
 def show_evicted(result: Mapping[str, Any], out: Console) -> None:
     verb = "would be evicted" if result["dry_run"] else "evicted"
     for tier, amount in result["tiers"].items():
-        out.print(f"{tier}: {num_blocks(amount['blocks'])}, {format_size(amount['bytes'])} {verb}")
+        out.print(f"{tier}: {counted(amount['blocks'], 'block')}, {format_size(amount['bytes'])} {verb}")
     if not result["tiers"]:
         out.print("there is no tier to evict from")
 
@@ -75,13 +67,13 @@ def show_verified(delete: bool, report: Mapping[str, Any], out: Console) -> None
     if report.get("bad_ids"):
         if delete:
             num_gone = report.get("num_deleted") or len(report["bad_ids"])
-            out.print(f"deleted {num_blocks(num_gone)}: what was damaged, and what was computed after it")
+            out.print(f"deleted {counted(num_gone, 'block')}: what was damaged, and what was computed after it")
         else:
             out.print("they are never served, and computed again when they are needed; --delete takes them out")
     sessions = report.get("sessions")
     if sessions is not None:
         num_problems = len(sessions["problems"])
-        what = f"{num_turns(sessions['num_turns'])}; {num_problems:,} problem{'s' * (num_problems != 1)}"
+        what = f"{counted(sessions['num_turns'], 'turn')}; {counted(num_problems, 'problem')}"
         out.print(f"sessions: {sessions['num_sessions']:,}, with {what}")
         for problem in sessions["problems"]:
             out.print(Text("  " + printable(problem)))
@@ -134,7 +126,7 @@ def show_transcript(_: str, result: Mapping[str, Any], out: Console) -> None:
     """What was said, as `kvstore chat` shows it, below a line about the session; at the end what was set aside."""
     session, now_s = result["session"], time.time()
     facts = [
-        num_turns(session["turns"]),
+        counted(session["turns"], "turn"),
         f"{session['tokens']:,} tokens",
         f"last used {short_time(now_s - session['updated_s'])} ago",
     ]
@@ -151,7 +143,7 @@ def show_transcript(_: str, result: Mapping[str, Any], out: Console) -> None:
 
 
 def show_deleted(name: str, result: Mapping[str, Any], out: Console) -> None:
-    blocks = num_blocks(result["blocks"])
+    blocks = counted(result["blocks"], "block")
     out.print(f"session {name} is deleted, with {blocks} that no other session refers to", soft_wrap=True)
 
 
@@ -161,7 +153,7 @@ def show_repaired(name: str, result: Mapping[str, Any], out: Console) -> None:
         return
     kept, aside = result["turns"], result["aside"]
     out.print(
-        f"session {name} has its first {num_turns(kept)}; {aside} more {'is' if aside == 1 else 'are'} "
+        f"session {name} has its first {counted(kept, 'turn')}; {aside} more {'is' if aside == 1 else 'are'} "
         f"set aside, and shown by `kvstore sessions show {name}`", soft_wrap=True,
     )  # fmt: skip
 
@@ -272,9 +264,9 @@ def _facts(stats: Stats) -> list[tuple[str, str]]:
         num_up = sum(one["process"]["state"] == "running" for one in replicas)
         open_ones = " and ".join(str(one["process"]["requests"]) for one in replicas)
         facts.append(("engines", f"{num_up} of {len(replicas)} answer; open requests: {open_ones}"))
-    facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {num_turns(sessions.get('turns', 0))}"))
+    facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {counted(sessions.get('turns', 0), 'turn')}"))
     for name, amount in _part(_part(stats, "disk"), "models").items():
-        shown = f"{num_blocks(amount['blocks'])}, {format_size(amount['bytes'])}"
+        shown = f"{counted(amount['blocks'], 'block')}, {format_size(amount['bytes'])}"
         facts.append((f"model {printable(name) or 'not named'}", shown))
     if remote := _part(stats, "remote"):
         facts.append(("remote", _remote(remote)))
@@ -304,8 +296,7 @@ def _policy(policy: Stats) -> str:
         each = ", ".join(f"{name} on {tier}" for tier, name in in_force.items())
         shown = f"auto, now {names.pop() if len(names) == 1 else each}"
     returns, conversations = policy["num_returns_learned"], policy["num_conversations"]
-    plural = ["s" * (number != 1) for number in (returns, conversations)]
-    return f"{shown}; {returns:,} return{plural[0]} learned, {conversations:,} conversation{plural[1]}"
+    return f"{shown}; {counted(returns, 'return')} learned, {counted(conversations, 'conversation')}"
 
 
 def _rates(stats: Stats) -> str:

@@ -1,10 +1,9 @@
 """POST /v1/chat/completions: each request brings its whole history, whose KV is found again."""
 
-import secrets
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -12,15 +11,9 @@ from aiohttp import web
 from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
-from kvstore.service.api.answering import Event, answer
+from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
-from kvstore.service.api.openai.stateless import (
-    StatelessRequest,
-    check_exact,
-    fingerprint,
-    open_stateless,
-    token_text,
-)
+from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
@@ -114,31 +107,14 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
-def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], num_top: int) -> ChatLogprobs:
-    content = []
-    for one in logprobs:
-        text = token_text(tokenizer, one.token_id)
-        top = [
-            TopLogprob(shown, logprob, list(shown.encode()))
-            for shown, logprob in ((token_text(tokenizer, i), logprob) for i, logprob in one.top.items())
-        ]
-        content.append(TokenLogprobObject(text, one.logprob, list(text.encode()), top[:num_top]))
-    return ChatLogprobs(content)
-
-
 @dataclass(slots=True)
-class ChatCompletionsDialect:
+class ChatCompletionsDialect(Dialect[TurnResult]):
     """An answer as OpenAI's chat completions, with the fields that every event repeats."""
 
     context: Context
     body: ChatCompletionBody
-    has_done: ClassVar[bool] = True
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    head: dict[str, Any]
     begun: set[int] = field(default_factory=set)  # choices whose first event was sent
-
-    def first(self, turns: Turns) -> Iterable[Event]:
-        return ()  # so that an error before the first token still has its status
 
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         if piece.index not in self.begun:
@@ -153,8 +129,7 @@ class ChatCompletionsDialect:
             yield self._chunk(ChunkChoice(piece.index, delta, piece.finish_reason, stop_reason=reason))
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
+        if self.body.wants_usage:
             yield self._chunk(None, schema.usage_object(results[0].usage))
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatCompletion:
@@ -162,21 +137,19 @@ class ChatCompletionsDialect:
         for index, choice in enumerate(turns[0].output.choices):
             message, logprobs = AssistantMessage(choice.text), self._logprobs(choice.logprobs)
             choices.append(ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
-        return ChatCompletion(
-            id=self.id, created=self.created, model=self.context.model_name, choices=choices,
-            usage=schema.usage_object(results[0].usage), system_fingerprint=fingerprint(self.context),
-        )  # fmt: skip
+        return ChatCompletion(**self.head, choices=choices, usage=schema.usage_object(results[0].usage))
 
     def _chunk(self, choice: ChunkChoice | None, usage: schema.UsageObject | None = None) -> Event:
-        return None, ChatCompletionChunk(
-            id=self.id, created=self.created, model=self.context.model_name, choices=[] if choice is None else [choice],
-            usage=usage, system_fingerprint=fingerprint(self.context),
-        )  # fmt: skip
+        return None, ChatCompletionChunk(**self.head, choices=[] if choice is None else [choice], usage=usage)
 
-    def _logprobs(self, found: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
-        if found is None:
-            return None
-        return chat_logprobs(self.context.engine.engine.tokenizer, found, self.body.top_logprobs or 0)
+    def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+        return None if logprobs is None else ChatLogprobs([self._logprob(one) for one in logprobs])
+
+    def _logprob(self, one: TokenLogprob) -> TokenLogprobObject:
+        text_of = partial(token_text, self.context.engine.engine.tokenizer)
+        text, best = text_of(one.token_id), list(one.top.items())[: self.body.top_logprobs or 0]
+        top = [TopLogprob(text_of(i), logprob, list(text_of(i).encode())) for i, logprob in best]
+        return TokenLogprobObject(text, one.logprob, list(text.encode()), top)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -189,7 +162,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     messages, tenant = schema.messages_of(body.messages), tenant_of(request)
     history = StatelessRequest(tenant, messages, params, body.cache_salt or "", body.priority or 0)
     opened = open_stateless(context, request[EXCHANGE], history)
-    return await answer(request, opened, ChatCompletionsDialect(context, body), body.stream)
+    return await answer(
+        request, opened, ChatCompletionsDialect(context, body, head_of(context, "chatcmpl-")), body.stream
+    )
 
 
 ROUTES = (

@@ -1,13 +1,11 @@
 """POST /v1/completions: prompts are text or token ids and are used as they are, without a chat template."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -18,9 +16,9 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
 from kvstore.engine.turns import Turn
 from kvstore.errors import ContextLengthError
-from kvstore.service.api.answering import Event, answer
+from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, Exchange
-from kvstore.service.api.openai.stateless import check_ended, fingerprint, token_text
+from kvstore.service.api.openai.stateless import head_of, output_of, token_text
 from kvstore.service.api.schema import (
     Sampling,
     TokenId,
@@ -98,7 +96,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class CompletionsDialect:
+class CompletionsDialect(Dialect[RequestOutput]):
     """Answers as OpenAI's completions, with the fields that every event repeats."""
 
     context: Context
@@ -106,9 +104,7 @@ class CompletionsDialect:
     body: CompletionBody
     prompts: list[str | list[int]]
     params: SamplingParams
-    has_done: ClassVar[bool] = True
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    head: dict[str, Any]
     echoed: list[str] = field(default_factory=list)  # what `echo` puts in front of the answers, by prompt
     offsets: dict[int, int] = field(default_factory=dict)  # characters said so far, by choice
 
@@ -139,10 +135,7 @@ class CompletionsDialect:
     async def _completed(self, prompt: str | list[int], turn: Turn[RequestOutput]) -> RequestOutput:
         salt, priority = self.body.cache_salt or "", self.body.priority or 0
         handle = await self.context.engine.submit(turn, prompt, self.params, self.exchange.tenant, salt, priority)
-        await turn.computed(handle)
-        handle.raise_error()
-        check_ended(handle.output)
-        return handle.output
+        return await output_of(turn, handle)
 
     async def _text_of(self, prompt: str | list[int]) -> str:
         engine, tokenizer = self.context.engine, self.context.engine.engine.tokenizer
@@ -153,9 +146,6 @@ class CompletionsDialect:
         return "" if tokenizer is None else await engine.call_with_text(len(prompt), tokenizer.decode, prompt)
 
     # -- in words ----------------------------------------------------------------------------------------------------
-    def first(self, turns: Turns) -> Iterable[Event]:
-        return ()  # so that an error before the first token still has its status
-
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         index = number * self.params.n + piece.index
         text = piece.text if index in self.offsets else self.echoed[number] + piece.text
@@ -167,8 +157,7 @@ class CompletionsDialect:
         yield None, self._completion([CompletionChoice(index, text, piece.finish_reason, logprobs, stop_reason)], None)
 
     def last(self, turns: Turns, results: Sequence[RequestOutput]) -> Iterable[Event]:
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
+        if self.body.wants_usage:
             yield None, self._completion([], sum_usage([output.usage for output in results]))
 
     def whole(self, turns: Turns, results: Sequence[RequestOutput]) -> Completion:
@@ -181,10 +170,7 @@ class CompletionsDialect:
         return self._completion(choices, sum_usage([output.usage for output in results]))
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageObject | None) -> Completion:
-        return Completion(
-            id=self.id, created=self.created, model=self.context.model_name, choices=choices, usage=usage,
-            system_fingerprint=fingerprint(self.context),
-        )  # fmt: skip
+        return Completion(**self.head, choices=choices, usage=usage)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
         """Log probabilities of the answer's tokens; those of an echoed prompt are not known."""
@@ -212,7 +198,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )  # fmt: skip
-    dialect = CompletionsDialect(context, request[EXCHANGE], body, body.prompts(), params)
+    dialect = CompletionsDialect(context, request[EXCHANGE], body, body.prompts(), params, head_of(context, "cmpl-"))
     dialect.check()
     return await answer(request, dialect.opened(), dialect, body.stream)
 

@@ -22,20 +22,13 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
-from kvstore.service.api.answering import Event, answer
+from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, Exchange, context_of, tenant_of
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
 from kvstore.service.api.schema import accept, sampling_params
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.turns import (
-    TurnRequest,
-    TurnResult,
-    given_session_id,
-    new_session_id,
-    open_turn,
-    request_key_of,
-)
+from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route, json_response
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
@@ -73,7 +66,7 @@ def _place(name: str, param: str) -> tuple[str, int]:
 
 # -- making one ------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class ResponsesDialect:
+class ResponsesDialect(Dialect[TurnResult]):
     """A turn of a session, or of none, in OpenAI's events of a response, which are numbered."""
 
     draft: schema.ResponseObject
@@ -158,8 +151,7 @@ async def _wanted(
         system = None
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
-    purpose, given = f"{ROUTE} {body.previous_response_id}", given_session_id(context, request)
-    session_id = await new_session_id(context, tenant, request_key, purpose, given)
+    session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
     ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
     wanted = TurnRequest(tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, ttl=ttl)
     return wanted, before if goes_on else None

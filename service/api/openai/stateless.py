@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
@@ -32,15 +33,30 @@ def check_exact(truncation_reuse: str | None) -> None:
         )
 
 
-def check_ended(output: RequestOutput) -> None:
+async def output_of(turn: Turn[Any], handle: Handle) -> RequestOutput:
+    """The request's answer once it has ended. Raises ApiError 503 where the server itself broke it off."""
+    await turn.computed(handle)
+    handle.raise_error()
+    return ended(handle.output)
+
+
+def ended(output: RequestOutput) -> RequestOutput:
     """Raises ApiError 503 for an answer that the server itself broke off."""
     if any(choice.finish_reason in (None, "abort") for choice in output.choices):
         raise unavailable("the request was ended by the server", "aborted", 1)
+    return output
 
 
-def fingerprint(context: Context) -> str:
-    """`system_fingerprint` for clients to compare: it changes with the weights, if these have a fingerprint."""
-    return "fp_" + (context.engine.engine.facts.fingerprint.hex()[:10] or "memory")
+def head_of(context: Context, prefix: str) -> dict[str, Any]:
+    """What an answer and all its events repeat. system_fingerprint: for clients to compare; it changes with the
+    weights, if these have a fingerprint.
+    """
+    return {
+        "id": prefix + secrets.token_hex(12),
+        "created": int(time.time()),
+        "model": context.model_name,
+        "system_fingerprint": "fp_" + (context.engine.engine.facts.fingerprint.hex()[:10] or "memory"),
+    }
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
@@ -81,10 +97,7 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
             turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts
         )
         turn.session_id = secrets.token_hex(ID_BYTES)
-        await turn.computed(handle)
-        handle.raise_error()
-        output = handle.output
-        check_ended(output)
+        output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
         await engine.call(context.recall.note, history.tenant, history.salt, messages, output)
     return TurnResult(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -13,12 +13,11 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
-from kvstore.service.api.answering import Event, answer
+from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
 from kvstore.service.api.sessions.turns import (
     TurnRequest,
     TurnResult,
-    given_session_id,
     new_session_id,
     open_turn,
     request_key_of,
@@ -95,11 +94,10 @@ def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatA
 
 
 @dataclass(slots=True)
-class ChatDialect:
+class ChatDialect(Dialect[TurnResult]):
     """One turn of a session, as events with `delta`s, the last of which has the whole answer again."""
 
     wanted: TurnRequest
-    has_done: ClassVar[bool] = True
 
     def first(self, turns: Turns) -> Iterable[Event]:
         yield self._event(turns, {"role": "assistant", "content": ""})
@@ -159,8 +157,7 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     params = schema.sampling_params(body, defaults)
     tenant, request_key, is_new = tenant_of(request), request_key_of(request), body.session_id is None
     if body.session_id is None:
-        given = given_session_id(context, request)
-        session_id = await new_session_id(context, tenant, request_key, ROUTE, given)
+        session_id = await new_session_id(context, request, ROUTE)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
     default_s = context.options.ttl_s

@@ -4,6 +4,7 @@ Another tenant's session gets the same answer as one that does not exist.
 """
 
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, TypeVar
@@ -145,7 +146,9 @@ class Stopped(msgspec.Struct):
     stopped: bool
 
 
-def session_fields(head: SessionHead, is_running: bool, pinned_until_s: float | None) -> SessionInfo:
+def _info(context: Context, head: SessionHead) -> SessionInfo:
+    is_running = context.claims.on(head.key) is not None
+    pinned_until_s = context.engine.engine.admin.pinned_until(head.key)
     parent = None if head.parent is None else ParentOut(head.parent.session_id, head.parent.turn)
     return SessionInfo(
         head.key.session_id, head.title, head.num_turns, int(head.created_s), int(head.updated_s), head.num_tokens,
@@ -190,7 +193,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     listed = context.engine.engine.admin.list_sessions
     heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
     shown = heads[:limit]
-    data = [_info(context, head, context.claims.on(head.key) is not None) for head in shown]
+    data = [_info(context, head) for head in shown]
     return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
 
 
@@ -205,11 +208,7 @@ async def show(request: web.Request) -> web.Response:
         if not context.is_begun(key):
             raise
         head, records = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), []
-    return json_response(_shown(_info(context, head, context.claims.on(key) is not None), head, records))
-
-
-def _info(context: Context, head: SessionHead, is_running: bool) -> SessionInfo:
-    return session_fields(head, is_running, context.engine.engine.admin.pinned_until(head.key))
+    return json_response(_shown(_info(context, head), head, records))
 
 
 def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[SessionHead, Sequence[TurnRecord]]:
@@ -243,9 +242,9 @@ async def delete(request: web.Request) -> web.Response:
 async def fork(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_optional_body(request, ForkBody)
-    new_key = SessionKey(key.tenant, await turns.new_session_id(context, key.tenant, None, "fork"))
+    new_key = SessionKey(key.tenant, secrets.token_hex(turns.ID_BYTES))
     head = await context.engine.call(turns.fork, context.engine.engine, key, body.turn, new_key)
-    return json_response(_info(context, head, False))
+    return json_response(_info(context, head))
 
 
 async def prefetch(request: web.Request) -> web.Response:

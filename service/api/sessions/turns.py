@@ -24,7 +24,7 @@ from kvstore.engine.sessions.one_turn import OneTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
-from kvstore.service.api.context import Context, Exchange
+from kvstore.service.api.context import Context, Exchange, tenant_of
 from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
@@ -279,20 +279,16 @@ def request_key_of(request: web.Request) -> str | None:
     return key
 
 
-def given_session_id(context: Context, request: web.Request) -> str | None:
-    """The id of a new session, where the front of a fleet chooses it, so that it finds the session's replica again."""
-    return request.headers.get(NEW_SESSION) if context.options.takes_session_names else None
-
-
-async def new_session_id(
-    context: Context, tenant: str, request_key: str | None, purpose: str, given: str | None = None
-) -> str:
-    """The given id, or a random one; with an Idempotency-Key, an id that only this request leads to."""
-    if given is not None:
-        return given
+async def new_session_id(context: Context, request: web.Request, purpose: str) -> str:
+    """A random id; with an Idempotency-Key, an id that only this request leads to. Where the front of a fleet chooses
+    it, so that it finds the session's replica again, the id that it gave.
+    """
+    if context.options.takes_session_names and NEW_SESSION in request.headers:
+        return request.headers[NEW_SESSION]
+    request_key = request_key_of(request)
     if request_key is None:
         return secrets.token_hex(ID_BYTES)
-    root = await context.engine.call(partial(context.engine.engine.root, tenant))
+    root = await context.engine.call(partial(context.engine.engine.root, tenant_of(request)))
     named = f"session of a request\0{purpose}\0{request_key}".encode()
     return hmac.digest(root, named, "sha256")[:ID_BYTES].hex()
 

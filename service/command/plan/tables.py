@@ -16,8 +16,8 @@ from rich.text import Text
 from kvstore.config import format_size
 from kvstore.errors import KVStoreError
 from kvstore.planning.sizing import FLAT, Point, best_so_far
-from kvstore.service.command.store_tables import NONE, num_blocks
-from kvstore.service.command.terminal import printable
+from kvstore.service.command.store_tables import NONE
+from kvstore.service.command.terminal import counted, printable
 
 HEIGHT, MOST_COLUMNS, LEAST_COLUMNS = 12, 72, 24
 GUTTER = 8  # for the scale
@@ -172,18 +172,14 @@ def show_plan(plan: Mapping[str, Any], out: Console) -> None:
 # -- above the table -------------------------------------------------------------------------------------------------
 def _replayed(trace: Mapping[str, Any]) -> str:
     facts = [
-        _counted(trace["requests"], "request"),
-        _counted(trace["conversations"], "conversation"),
+        counted(trace["requests"], "request"),
+        counted(trace["conversations"], "conversation"),
         _duration(trace["hours"]),
         f"{trace['prompt_tokens']:,} prompt and {trace['output_tokens']:,} output tokens",
     ]
-    blocks = f"{num_blocks(trace['working_set_blocks'])} of {_counted(trace['block_size'], 'token')}"
+    blocks = f"{counted(trace['working_set_blocks'], 'block')} of {counted(trace['block_size'], 'token')}"
     kept = f"working set {blocks}, {short_size(trace['working_set_bytes'])}"
     return f"{printable(trace['name'])}: {', '.join(facts)}; {kept}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _duration(hours: float) -> str:
@@ -200,7 +196,7 @@ def _assumed(assumptions: Mapping[str, Any]) -> str:
     rates = {name: f"{word} {_rate(form, assumptions['service'][name])}" for name, (word, form) in RATES.items()}
     if "prefill_tokens_per_s" in assumptions["measured"]:
         num_tokens = assumptions["computed_tokens"]
-        source = f"from {_counted(num_tokens, 'computed token')}" if num_tokens else "by an earlier engine"
+        source = f"from {counted(num_tokens, 'computed token')}" if num_tokens else "by an earlier engine"
         rates["prefill_tokens_per_s"] += f" ({source})"
     measured = [text for name, text in rates.items() if name in assumptions["measured"]]
     others = [text for name, text in rates.items() if name not in assumptions["measured"]]
@@ -227,7 +223,7 @@ def _notes(plan: Mapping[str, Any]) -> list[str]:
         notes.append(f"{text}: CPU had no room beside what is being read, or is yet to be written")
     num_refused = max((row["num_refused"] for row in plan["points"]), default=0)
     if num_refused:
-        notes.append(f"up to {_counted(num_refused, 'request')} did not fit in the smallest HBM and were refused")
+        notes.append(f"up to {counted(num_refused, 'request')} did not fit in the smallest HBM and were refused")
     if not plan["is_complete"]:
         notes.append("interrupted: not all sizes were replayed")
     return [f"note: {note}" for note in notes]
