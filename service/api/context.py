@@ -24,7 +24,7 @@ WAIT_S = 0.5
 STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
 FAILING_S = 60.0
 R = TypeVar("R")
-State = Literal["starting", "running", "stopping", "failed"]
+State = Literal["starting", "running", "stopping"]
 CLEAN_UP_S = 1.0  # for an answer whose reader has gone, unless its engine does not answer
 SILENT_S = 5.0  # without a sign of life; there should be two a second
 
@@ -100,7 +100,7 @@ class Context:
     @property
     def has_failed(self) -> bool:
         """Whether the engine ended without being asked to."""
-        return self.state == "failed" or (self.state == "running" and self.engine.engine.closed)
+        return self.state == "running" and self.engine.engine.closed
 
     @property
     def is_silent(self) -> bool:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvstore.service.replicas.affinity import affinity_of
+from kvstore.service.replicas.routing import affinity_of
 
 KEY = b"k" * 32
 SYSTEM, HELLO = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}
