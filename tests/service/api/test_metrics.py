@@ -1,38 +1,16 @@
-"""/metrics: what is counted of requests and answers, what an engine shows, that the page can be parsed; and that every
-query of the dashboard names metrics and labels that exist.
-"""
+"""/metrics: what is counted of requests and answers, what an engine shows, and that the page can be parsed."""
 
 import copy
-import json
-import re
-from itertools import combinations
-from pathlib import Path
 
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore import CacheTiers, Engine
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Timings, Usage
-from kvstore.remote.address import PrefillAddress
-from kvstore.remote.prefill import PrefillServer
-from kvstore.service.api.engine_metrics import VLLM_NAMES, engine_families
-from kvstore.service.api.metrics import TTFT_BOUNDS_S, Metrics
+from kvstore.service.api.metrics import TTFT_BOUNDS_S, VLLM_NAMES, Metrics
 from tests.support.engines import ask, evict_cpu, open_engine, save_model, settle, tokens
-from tests.support.kv_reader import free_endpoint
-from tests.support.redis_server import RedisServer
-from tests.support.shared_sessions import SECRET_TEXT
 
 BLOCK_TOKENS = 16
-NAMES = Path(__file__).with_name("engine_metrics.txt")
-SHARED = dict.fromkeys(("servers", "leases", "conflicts", "failures", "unreachable"), 0)  # of sessions in a Redis
-FILE = Path(__file__).parents[3] / "service" / "grafana" / "kvstore.json"
-DASHBOARD = json.loads(FILE.read_text())
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-QUERIES = sorted({target["expr"] for panel in PANELS for target in panel["targets"]})
-WORDS = {"sum", "min", "max", "by", "rate", "histogram_quantile"}  # of PromQL, as far as the dashboard uses it
-SCRAPED = {"instance", "job"}  # labels that Prometheus adds
-IDENTIFIER = r"[A-Za-z_:][A-Za-z0-9_:]*"
 
 
 class Page:
@@ -253,103 +231,3 @@ def test_no_label_names_a_user_and_every_metric_is_named_once(stats):
     assert len(names) == len(set(names))
     assert all(name.startswith(("kvstore:", "process_")) for name in names)
     assert all(family.documentation for family in page.families)
-
-
-# -- names, which dashboards, alerts and scripts know ----------------------------------------------------------------
-@pytest.fixture(scope="module")
-def stats_of_every_tier(model, tmp_path_factory):
-    """Of an engine with every tier, in a process of its own among others."""
-    redis, store = RedisServer(tmp_path_factory.mktemp("redis")), tmp_path_factory.mktemp("store")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT)
-        tiers = CacheTiers("2MiB", "2MiB", "32MiB", store, remote=redis.url)
-        with Engine(model, tiers, device="cpu", kv_events=free_endpoint()) as engine:
-            ask(engine, tokens(1, 40))
-            stats = engine.stats()
-    redis.kill()
-    prefill = PrefillServer(PrefillAddress("127.0.0.1", 1), b"", "", lambda: None)
-    stats["remote"]["prefill"] = {**prefill.as_dict(), "failures": {}}
-    prefill.close(1.0)
-    stats["process"] = {"state": "running", "pid": 1, "restarts": 0, "requests": 0}
-    return {**stats, "sessions": {**stats["sessions"], **SHARED}, "replicas": [{"rank": 0, **stats}]}
-
-
-def keys(stats: dict, place: str = "") -> list[str]:
-    return [line for name, value in stats.items() for line in (
-        keys(value, f"{place}{name}.") if isinstance(value, dict) and value else [f"{place}{name}"])]  # fmt: skip
-
-
-def test_no_name_type_or_help_text_changes(stats_of_every_tier):
-    stats = stats_of_every_tier
-    stats["disk"]["failures"] = stats["remote"]["failures"] = {"write: no space": 1, "sync": 2}
-    families = list(engine_families({**stats, "model": "a/model"}))
-    shown = [f"{family.type} {family.name}: {family.documentation}" for family in families]
-    samples = {
-        (sample.name, *(f"{label}={value}" for label, value in sample.labels.items() if label != "le"))
-        for family in families
-        for sample in family.samples
-        if not sample.name.endswith(("_bucket", "_count"))
-    }
-    lines = [*sorted(shown), *sorted(" ".join(sample) for sample in samples), *sorted(keys(stats))]
-    assert lines == NAMES.read_text().splitlines()
-
-
-# -- the dashboard ---------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def shown(stats) -> dict[str, set[str]]:
-    """Labels of every sample of a server that has seen traffic, and failures of the disk."""
-    metrics, found = Metrics(), dict[str, set[str]]()
-    metrics.answer_ended(output(), "/chat", [0.1])
-    metrics.request_ended("/chat", "POST", 200, 0.1)
-    metrics.refused("server_overloaded")
-    for family in Page(metrics.render(stats | {"disk": stats["disk"] | {"failures": {"write: no space": 1}}})).families:
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
-
-
-def metrics_of(query: str) -> set[str]:
-    """Every identifier that is neither a word of PromQL nor a label nor part of a text, a duration or a variable."""
-    bare = re.sub(r'"[^"]*"|\[[^\]]*\]|\{[^}]*\}|by \([^)]*\)', " ", query)
-    return set(re.findall(rf"(?<![\w.$]){IDENTIFIER}", bare)) - WORDS
-
-
-def labels_of(query: str) -> set[str]:
-    """Labels of selectors and of `by`."""
-    grouped = [name.strip() for names in re.findall(r"by \(([^)]*)\)", query) for name in names.split(",")]
-    return {*re.findall(rf"({IDENTIFIER})\s*(?:=~|=|!=|!~)\s*\"", query), *grouped}
-
-
-@pytest.mark.parametrize("query", QUERIES)
-def test_every_query_names_what_exists(shown, query):
-    names = metrics_of(query)
-    assert names and names <= shown.keys(), names - shown.keys()
-    known = set.union(*(shown[name] for name in names)) | SCRAPED
-    assert labels_of(query) <= known, labels_of(query) - known
-    assert all(query.count(opening) == query.count(closing) for opening, closing in ("()", "[]", "{}"))
-
-
-def test_nothing_else_of_the_file_names_an_unknown_metric(shown):
-    names = set(re.findall(r"kvstore:[A-Za-z0-9_:]+", FILE.read_text()))
-    assert names and names <= shown.keys(), names - shown.keys()
-
-
-def test_every_panel_asks_something_of_the_chosen_source():
-    for panel in PANELS:
-        assert panel["targets"] and panel["title"], panel["id"]
-        for target in panel["targets"]:
-            assert target["expr"].strip() and target["datasource"]["uid"] == "${datasource}", panel["title"]
-            assert "$instance" in target["expr"], panel["title"]
-    variables = {variable["name"]: variable["type"] for variable in DASHBOARD["templating"]["list"]}
-    assert variables == {"datasource": "datasource", "instance": "query"}
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
-def test_no_panel_lies_on_another():
-    def cells(panel: dict) -> set[tuple[int, int]]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24, panel["title"]
-        return {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-
-    for one, other in combinations(DASHBOARD["panels"], 2):
-        assert not cells(one) & cells(other), (one["title"], other["title"])

@@ -17,8 +17,9 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.outputs import CachedTokensDetails, Usage
 from kvstore.errors import ModelError
 from kvstore.service.command import cli, terminal
-from kvstore.service.command.flags_page import commands, flags_page
-from kvstore.service.settings.chat_options import ChatOptions
+from kvstore.service.command.cli import command_of
+from kvstore.service.command.flags_page import flags_page
+from kvstore.service.settings.engine_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
 from tests.support.service.fake_engine import FakeEngine, make_output
 from tests.support.service.server_process import run_command, without_progress
@@ -77,7 +78,7 @@ def test_the_version_and_a_help_that_lists_only_the_commands_that_exist(run):
     assert re.findall(r"(?m)^  ([a-z-]+) ", out) == list(COMMANDS)
 
 
-@pytest.mark.parametrize("command", list(commands()), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [command_of(name)[1] for name in COMMANDS], ids=lambda command: command.name)
 def test_help_of_a_command_shows_every_flag_and_examples(run, command):
     code, out, _ = run(command.name, "--help")
     assert run("help", command.name)[1] == out
@@ -92,7 +93,7 @@ def test_help_of_a_command_shows_every_flag_and_examples(run, command):
 def test_the_page_of_all_flags_is_current():
     found = (ROOT / "docs" / "flags.md").read_text()
     assert found == flags_page(), "write it anew: python -m kvstore.service.command.flags_page > docs/flags.md"
-    for command in commands():
+    for command in (command_of(name)[1] for name in COMMANDS):
         assert all(f"| `{option.flag}" in found for option in command.options)
 
 

@@ -1,38 +1,20 @@
-"""One server of a fleet without Ray: requests come to `answer` as Ray passes them; its store; what is refused."""
+"""One server of a fleet without Ray: requests come to `answer` as Ray passes them."""
 
 import asyncio
 import json
-import subprocess
-import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import psutil
-import pytest
 
 from kvstore import CacheTiers
-from kvstore.errors import ConfigError, KVStoreError, StoreError
-from kvstore.service.replicas.app import app, resources
-from kvstore.service.replicas.places import ReplicaPlace
-from kvstore.service.replicas.replica import PassedRequest, Replica, arguments_at
-from kvstore.service.settings.config_file import effective
-from kvstore.service.settings.engine_options import arguments_of, engine_command, with_tiers
-from kvstore.service.settings.serve_options import REPLICAS, ServeOptions
-from tests.support.service.server_process import ENVIRONMENT, ROOT, run_command
-from tests.support.service.serving import serving
-from tests.support.service.talking import talking_body
+from kvstore.errors import KVStoreError
+from kvstore.service.replicas.replica import PassedRequest, Replica, ReplicaPlace, arguments_at
+from kvstore.service.settings.serve_options import ServeOptions
+from tests.support.service.server_process import run_command
 from tests.support.waiting import wait_in_loop
 
 LONG = {"message": "Go on.", "max_tokens": 800, "ignore_eos": True, "stream": True}
 SHORT = {"message": "Hello, who are you?", "max_tokens": 24, "ignore_eos": True}
-HOLD = """
-import sys, time
-from pathlib import Path
-from kvstore.service.replicas.places import ReplicaPlace
-place = ReplicaPlace.below(Path(sys.argv[1]))
-print(place.name, flush=True)
-time.sleep(600)
-"""
 
 
 class Alone(Replica):
@@ -75,7 +57,7 @@ async def has_failed(replica):
 
 
 async def story(store):
-    async with replica_at(store, shutdown_timeout_s=120, max_connections=1) as replica:
+    async with replica_at(store, shutdown_timeout_s=120) as replica:
         head, body = await answered(replica, "POST", "/chat", SHORT, **{"x-new-session": "chosen"})
         assert (head.status, json.loads(body)["session_id"]) == (200, "chosen")
         head, body = await answered(replica, "GET", "/sessions/chosen?limit=1")
@@ -89,7 +71,6 @@ async def story(store):
         stream = replica.answer(passed("POST", "/chat", {**LONG, "session_id": "chosen"}))
         head = await anext(stream)
         assert head.is_stream and await anext(stream)
-        await replica.check_health()  # with as many requests as it takes
         await stream.aclose()  # the client has gone
         await wait_in_loop(lambda: is_aborted(replica), "the request is aborted")
         head, body = await answered(replica, "GET", "/sessions/chosen")
@@ -128,6 +109,17 @@ def test_an_engine_that_has_failed_for_good_is_told_to_ray(tmp_path):
     asyncio.run(fail())
 
 
+def test_a_replica_with_as_many_requests_as_it_takes_is_healthy(tmp_path):
+    async def look():
+        async with replica_at(tmp_path, max_connections=1) as replica:
+            stream = replica.answer(passed("POST", "/chat", LONG))
+            assert (await anext(stream)).status == 200
+            await replica.check_health()
+            await stream.aclose()
+
+    asyncio.run(look())
+
+
 def test_a_replica_has_a_store_and_ports_of_its_own(tmp_path):
     places = [ReplicaPlace.below(tmp_path) for _ in range(2)]
     given = {"cache_tiers": CacheTiers(cpu="8MiB", disk="64MiB", path=tmp_path), "kv_events": "tcp://*:5557"}
@@ -135,87 +127,3 @@ def test_a_replica_has_a_store_and_ports_of_its_own(tmp_path):
     assert [one["cache_tiers"].path for one in found] == [tmp_path / "replica-0", tmp_path / "replica-1"]
     assert [one["kv_events"] for one in found] == ["tcp://*:5557", "tcp://*:5559"]
     assert "kv_events" not in arguments_at({"cache_tiers": CacheTiers()}, places[1])
-
-
-@pytest.mark.parametrize(("text", "counts"), [("1", (1, 1)), ("16", (16, 16)), ("1-4", (1, 4)), ("3-3", (3, 3))])
-def test_a_number_of_replicas_or_the_least_and_the_most(text, counts):
-    assert REPLICAS.read("--replicas", text) == counts
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "two", "2-1", "1-", "1-2-3", "99999", " 2", ""])
-def test_other_numbers_of_replicas_are_refused(text):
-    with pytest.raises(ConfigError, match=r"--replicas is .*; give a number such as 2"):
-        REPLICAS.read("--replicas", text)
-
-
-def test_without_ray_replicas_are_refused_in_one_line(tmp_path):
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "__init__.py").write_text("raise ImportError\n")  # stands before an installed one
-    flags = (
-        "--port",
-        "0",
-        "--store",
-        tmp_path / "store",
-        "--replicas",
-        "2",
-        "--session-store",
-        "redis://127.0.0.1:1/0",
-    )
-    found = run_command("serve", *flags, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (found.returncode, found.stderr.count("\n")) == (2, 1) and "pip install 'ray[serve]'" in found.stderr, found
-    assert not (tmp_path / "store").exists()
-
-
-def test_an_application_s_arguments_are_flags():
-    with pytest.raises(ConfigError, match=r"'sessions' is no flag of kvstore serve; did you mean"):
-        app({"sessions": "redis://127.0.0.1/0"})
-    with pytest.raises(ConfigError, match="--max-num-seqs is '-3'"):
-        app({"max-num-seqs": -3})
-    with pytest.raises(ConfigError, match="--replicas 4 without --session-store"):
-        app({"replicas": 1, "disk": 0, "autoscaling_config": {"max_replicas": 4}})
-
-
-def test_a_replica_has_a_gpu_for_each_process_that_computes():
-    given = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}
-    settings = with_tiers(effective("serve", engine_command("serve").options, given, {}), keeps=True)
-    assert resources(1, True, arguments_of("serve", settings)[0]) == {"num_cpus": 1, "num_gpus": 6}
-
-
-@pytest.mark.parametrize("is_behind", [True, False])
-def test_only_behind_a_front_does_a_header_name_a_new_session(is_behind):
-    with serving(takes_session_names=is_behind) as server:
-        for path in ("/chat", "/v1/responses"):
-            body = {**talking_body(path, "Hi."), "max_output_tokens": 3, "max_tokens": 3}
-            assert server.post(path, body, **{"X-New-Session": path[-4:]}).status == 200
-            assert (server.get(f"/sessions/{path[-4:]}").status == 200) is is_behind
-
-
-def test_a_replica_that_was_killed_leaves_its_place_to_the_next_one(tmp_path):
-    store = tmp_path / "not there yet" / "store"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(store)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdout.readline() == "replica-0\n"
-        second = ReplicaPlace.below(store)
-        assert (second.name, second.number, second.path) == ("replica-1", 1, store / "replica-1")
-        process.kill()
-        process.wait()
-    again = ReplicaPlace.below(store)
-    assert (again.name, again.path) == ("replica-0", store / "replica-0")
-    assert ReplicaPlace.below(store).name == "replica-2"
-    second.close()
-    assert ReplicaPlace.below(store).name == "replica-1"
-
-
-def test_a_place_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"--store .*file cannot be used"):
-        ReplicaPlace.below(tmp_path / "file")
-
-
-def test_a_place_below_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    place = ReplicaPlace.below(Path("~/store"))
-    assert place.path == tmp_path / "store" / "replica-0"
-    place.close()
