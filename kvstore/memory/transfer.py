@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
-from kvstore.kernels.block_copy import BlockLoad, save_layers
+from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.memory.arena import Arena
 from kvstore.stats import Histogram
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvstore.kernels import reference
-from kvstore.kernels.block_copy import BlockLoad, save_layers
 from kvstore.kernels.cpu import block_copy as copy_native
 from kvstore.kernels.cpu import native
+from kvstore.kernels.kv import BlockLoad, save_layers
 from tests.support.rotations import kinds
 
 NUM_ARENA_BLOCKS, NUM_BLOCKS = 9, 11

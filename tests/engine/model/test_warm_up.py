@@ -8,8 +8,8 @@ import torch
 
 from kvstore import Engine
 from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.model.devices import step_forms, warm_up
 from kvstore.engine.model.probe import intercept
-from kvstore.engine.model.step.warm_up import step_forms, warm_up
 from kvstore.errors import ModelError
 from kvstore.kernels.attention import attend_paged
 from kvstore.kernels.cuda.triton_support import has_triton
