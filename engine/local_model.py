@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from kvstore.engine.config import EngineConfig, SchedulerConfig
-from kvstore.engine.model.devices import own_device
+from kvstore.engine.model.devices import num_hbm_blocks, own_device
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded, load
-from kvstore.engine.model.memory import num_hbm_blocks
-from kvstore.engine.model.parallel.group import Part
-from kvstore.engine.model.parallel.nccl import part_of_process
+from kvstore.engine.model.parallel.group import Part, part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.progress import PROBE, WEIGHTS, begin
 from kvstore.engine.ranks.launch import started_here

@@ -49,7 +49,6 @@ from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
-from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.process.pulse import Heart
 from kvstore.engine.progress import KERNELS, begin
 from kvstore.engine.ranks.ranks import Ranks, end_hung
@@ -79,8 +78,7 @@ class LocalCore:
         self._ranks: Ranks | None = None
         self._random = random.Random(config.seed)
         with ExitStack() as opened:
-            with WAITING.allowed():
-                self._build(config, directory, opened, heart, silence_s)
+            self._build(config, directory, opened, heart, silence_s)
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()

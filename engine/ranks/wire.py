@@ -20,7 +20,7 @@ class StartRank(msgspec.Struct):
     size: int  # number of ranks
     arena: int | None  # descriptor of the first rank's; None: the rank is on another machine, and KV comes with steps
     silence_s: float  # the rank is ended after so long without a sign of life
-    rendezvous: str  # where the ranks find each other: see `kvstore.engine.model.parallel.stores`
+    rendezvous: str  # where the ranks find each other: see `kvstore.engine.model.parallel.group`
     arguments: dict[str, Any]  # of `Engine`
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from kvstore.engine import rank_process
-from kvstore.engine.model.parallel.group import ProcessGroup
+from kvstore.engine.model.parallel.group import Group
 
 
 def lose(*_: object) -> None:
@@ -14,7 +14,7 @@ def lose(*_: object) -> None:
     raise OSError("no way to the others")
 
 
-ProcessGroup.join = lose
+Group.join = lose
 code = rank_process.main()
 sys.stderr.flush()
 os._exit(code)

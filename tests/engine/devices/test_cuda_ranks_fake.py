@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from kvstore.config import MAX_SAVE_BYTES
-from kvstore.engine.model.memory import CUDA_FRACTION
-from kvstore.engine.model.step import runner, warm_up
-from kvstore.engine.model.step.launched import StepClock
+from kvstore.engine.model import devices as model_devices
+from kvstore.engine.model.devices import CUDA_FRACTION
+from kvstore.engine.model.step import runner
+from kvstore.engine.model.step.flight import StepClock
 from kvstore.engine.process.spawn import spawned
 from kvstore.engine.ranks import process
 from kvstore.engine.ranks.wire import decode_start_here
 from kvstore.errors import ConfigError, EngineDiedError
-from kvstore.kernels.device import start_to_host
+from kvstore.kernels.paged_batch import start_to_host
 from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
 from tests.support import fake_cuda
 from tests.support.by_hand import crawling
@@ -49,7 +50,7 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
         return spawned("tests.children.fake_cuda_rank", start, descriptors, settings)
 
     replaced = [
-        (process, "spawned", started), (warm_up, "_MOST_TOKENS", 1),
+        (process, "spawned", started), (model_devices, "_MOST_TOKENS", 1),
         (torch.distributed, "ProcessGroupNCCL", FakeNccl), *beside,
     ]  # fmt: skip
     with fake_cuda.device(monkeypatch, has_triton, count=count, beside=replaced) as driver:

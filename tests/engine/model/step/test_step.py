@@ -12,15 +12,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from kvstore.engine.model.step.waiting import WAITING, DeviceWaiting
 
 from kvstore import Engine
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
+from kvstore.engine.model.devices import step_forms, warm_up
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.tensors import StepLayout, step_tensors
-from kvstore.engine.model.step.waiting import WAITING, DeviceWaiting
-from kvstore.engine.model.step.warm_up import step_forms, warm_up
 from kvstore.errors import ModelError
 from kvstore.kernels.attention import attend_paged
 from kvstore.kernels.cuda.triton_support import has_triton
