@@ -64,7 +64,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
             ranks.wait_loaded()
             _join(part, ranks)
             for other in ranks.others:
-                other.when_ended(part.cut)
+                other.child.when_ended(part.cut)
         begin(PROBE)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
         num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes)
@@ -89,7 +89,7 @@ def _join(part: Part, ranks: Ranks) -> None:
         is_over.set()
 
     for other in ranks.others:
-        other.when_ended(is_over.set)
+        other.child.when_ended(is_over.set)
     threading.Thread(target=join, name="kvstore-join", daemon=True).start()
     is_over.wait()
     if not joined.done():

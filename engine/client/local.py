@@ -50,7 +50,7 @@ from kvstore.engine.model.loading import Loaded
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.waiting import WAITING
-from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.child import Heart
 from kvstore.engine.progress import KERNELS, begin
 from kvstore.engine.ranks.ranks import Ranks, end_hung
 from kvstore.errors import ConfigError, EngineClosedError

@@ -14,12 +14,12 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import LossWatch
 from kvstore.engine.client.core import Core
 from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
-from kvstore.engine.client.life import CoreProcess
 from kvstore.engine.client.remote import RemoteCore
 from kvstore.engine.client.several import CoreReplica, SeveralCores
 from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.model.files import find_model
-from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
+from kvstore.engine.process.child import SLOW_FACTOR, Child, Heart
+from kvstore.engine.process.wire import Start
 from kvstore.errors import ConfigError
 from kvstore.owned_disk import OwnedDisk
 
@@ -71,8 +71,8 @@ def open_own(
         each = divided(config, secret, None if disk is None else disk.path)
     settings, cores = environment_of_each(size), list[RemoteCore]()
     for one in each:
-        start = partial(CoreProcess, one.arguments(), store, silence_s, shutdown_s, settings)
-        cores.append(RemoteCore(start, max_restarts))
+        start = partial(Child, Start(silence_s, one.arguments(), store), settings)
+        cores.append(RemoteCore(start, max_restarts, shutdown_s))
         opened.callback(cores[-1].close)
     from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
 

@@ -20,7 +20,7 @@ def engines(server: ServerProcess) -> list[dict]:
 
 def pids(server: ServerProcess) -> list[int]:
     children = psutil.Process(server.process.pid).children()
-    return [child.pid for child in children if "kvstore.engine.core_process" in child.cmdline()]
+    return [child.pid for child in children if "kvstore.engine.program" in child.cmdline()]
 
 
 def say(server: ServerProcess, text: str, session_id: str | None = None) -> dict:

@@ -13,14 +13,12 @@ from kvstore.engine.client.messages import (
     Called,
     EvictBlocks,
     Flush,
-    NotStarted,
     Pin,
     ReadStats,
     Splice,
     Submit,
     Updates,
     Verb,
-    decode_announcement,
     decode_inbound,
     decode_outbound,
     decode_result,
@@ -28,6 +26,7 @@ from kvstore.engine.client.messages import (
 )
 from kvstore.engine.core.news import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
+from kvstore.engine.process.wire import Failed
 from kvstore.errors import ContextLengthError, KVStoreError, RequestError, SessionBusyError, StoreLockedError
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
@@ -51,7 +50,7 @@ def made(cls):
 
 
 def crossed(error):
-    return decode_announcement(encode(NotStarted(error))).error
+    return decode_outbound(encode(Failed(error))).error
 
 
 @pytest.mark.parametrize("cls", CLASSES)

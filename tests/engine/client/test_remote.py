@@ -12,13 +12,14 @@ import pytest
 from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
 from kvstore.blocks.ids import Lineage
 from kvstore.engine import async_engine
-from kvstore.engine.client.messages import End, Facts, Submit, decode_outbound, encode
-from kvstore.engine.client.remote import MAX_REQUESTS, READ, RemoteCore
+from kvstore.engine.client.messages import End, Facts, Opened, Submit, Updates, decode_outbound, encode
+from kvstore.engine.client.remote import MAX_DELAY_S, MAX_REQUESTS, READ, WINDOW_S, RemoteCore, Restarts
 from kvstore.engine.client.requests import CoreClient
-from kvstore.engine.client.server import CoreServer
 from kvstore.engine.core.news import Said, Update
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.child import Child, Heart
+from kvstore.engine.process.wire import Start
+from kvstore.engine.program import CoreServer
 from kvstore.errors import (
     ConfigError,
     EngineClosedError,
@@ -125,12 +126,12 @@ def test_requests_wait_for_a_process_that_does_not_read(engine, here):
     os.kill(engine.pid, signal.SIGSTOP)
     try:
         handles = [engine.submit(prompt, one) for prompt in prompts]
-        assert engine.core._life._channel.num_unsent > 0
+        assert engine.core._child.channel.num_unsent > 0
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     for handle in handles:
         list(engine.stream(handle))
-    assert engine.core._life._channel.num_unsent == 0
+    assert engine.core._child.channel.num_unsent == 0
     sample = range(0, 1500, 97)
     known = here.generate([prompts[i] for i in sample], one)
     assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
@@ -164,7 +165,8 @@ def fill(core) -> None:
     """Until the process, which is stopped, takes nothing more."""
     with pytest.raises(EngineOverloadedError):
         while True:
-            core._life.send(encode(End("nobody's", None, None)))
+            with core.changed:
+                core._send(core._child, encode(End("nobody's", None, None)))
 
 
 def takes_more(engine) -> bool:
@@ -199,7 +201,7 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(engine):
 
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
     shown = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
-    assert shown.endswith(b"\0-m\0kvstore.engine.core_process\0")
+    assert shown.endswith(b"\0-m\0kvstore.engine.program\0the engine's process\0")
 
 
 def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monkeypatch):
@@ -217,7 +219,7 @@ def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monk
 def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd):
     front, there = map(Channel, socket.socketpair())
     before = here.loop.on_news
-    server = CoreServer(here.core, there, Heart(os.pipe()[1], 60.0))
+    server = CoreServer(here.core, there, Heart(None, 60.0))
     lineage = Lineage(here.facts.root(""))
     for number in range(2):
         front.send(encode(Submit(f"r{number}", list(PROMPT), TEN, 10, "", 0, (), lineage)))
@@ -241,42 +243,21 @@ MANY = 5000  # requests, so that it takes a while to end them
 
 
 # -- without a process -------------------------------------------------------------------------------------------------
-class Life:
+class Telling(Child):
     """Says one token of one request, and lives until it is ended."""
 
     def __init__(self) -> None:
-        self._over = threading.Event()
-        self._says = [Update("request-0", [Said(0, 5)])]
-
-    def greeted(self, is_wanted):
-        return Facts("none", 256, 256, 16, 1, 160, b"", b"", {})
-
-    def watch_with(self, selector):
-        """The test wakes the reader."""
-
-    def send(self, message):
-        """It answers none."""
-
-    def receive(self):
-        said, self._says = self._says, []
-        return said
-
-    def wait(self):
-        self._over.wait()
-        return "exit code 1"
-
-    def end(self):
-        self._over.set()
-
-    def retire(self):
-        """It has no channel."""
+        ours, self._theirs = socket.socketpair()
+        super().__init__(Start(1e9, {}), end=ours)
+        self.told = Channel(self._theirs)
+        self.told.send_all(encode(Opened(Facts("none", 256, 256, 16, 1, 160, b"", b"", {}))))
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
     """The reader comes back from telling one of them while the others are being ended."""
-    life, told, is_telling = Life(), [], threading.Event()
-    core = RemoteCore(lambda: life, max_restarts=0)
+    child, told, is_telling = Telling(), [], threading.Event()
+    core = RemoteCore(lambda: child, 0, 0.0)
     core.started.result()
     client = CoreClient(core, None)
     over = ("closed", "failed")
@@ -288,9 +269,30 @@ def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
         told.extend(handle.request_id for handle in handles)
 
     handles = client.submit([([3, 4], SamplingParams())] * MANY, listener=hear)
-    core.readiness.wake()
+    child.told.send_all(encode(Updates([Update("request-0", [Said(0, 5)])])))
     is_telling.wait()
-    core.close() if is_closed else life.end()
+    core.close() if is_closed else child.kill()
     core.reader.join()
     assert sorted(told) == sorted(["request-0", *(handle.request_id for handle in handles)]), "the first twice"
     core.close()
+    child.told.close()
+
+
+# -- when a process that ended is started again ------------------------------------------------------------------------
+def test_delays_double_until_their_limit():
+    restarts = Restarts(10, clock=lambda: 0.0)
+    delays = []
+    while restarts.note_end("signal 9"):
+        delays.append(restarts.delay_s)
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *[MAX_DELAY_S] * 3]
+
+
+def test_an_end_is_forgotten_after_an_hour(caplog):
+    now = 0.0
+    restarts = Restarts(2, clock=lambda: now)
+    assert restarts.note_end("signal 9") and restarts.note_end("signal 11") and restarts.why == "signal 11"
+    now = WINDOW_S
+    assert not restarts.note_end("exit code 1")
+    assert caplog.messages[-1].endswith("it is not started again: the limit of restarts an hour is 2")
+    now = WINDOW_S + 1.0
+    assert restarts.note_end("signal 9") and restarts.delay_s == 1.0

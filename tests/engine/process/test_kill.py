@@ -58,7 +58,7 @@ async def killed_in_the_middle(engine: Engine, front: AsyncEngine) -> list[objec
     await first.wait()
     os.kill(engine.pid, signal.SIGSTOP)
     tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
-    await wait_in_loop(lambda: engine.core._life._calls)
+    await wait_in_loop(lambda: engine.core._calls)
     os.kill(engine.pid, signal.SIGKILL)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -114,7 +114,7 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(shared, 
         raise ValueError("no such message")
 
     engine, ended = shared.engine, shared.engine.pid
-    monkeypatch.setattr("kvstore.engine.client.messages.decode_outbound", fails)
+    monkeypatch.setattr("kvstore.engine.client.remote.decode_outbound", fails)
     handle = engine.submit(PROMPT, TEN)
     with pytest.raises(EngineDiedError):
         list(engine.stream(handle))

@@ -24,8 +24,8 @@ OTHER = """
 import sys
 from kvstore.engine.ranks.on_ray import RankActor
 
-rank, size, host, port, key = sys.argv[1:]
-RankActor().run(int(rank), int(size), host, int(port), bytes.fromhex(key))
+rank, host, port, key = sys.argv[1:]
+RankActor().run(int(rank), host, int(port), bytes.fromhex(key))
 """
 
 
@@ -34,8 +34,8 @@ def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
     """The other ranks of engines that are opened meanwhile: this is Ray to them, and an actor is a process."""
     found: list[subprocess.Popen] = []
 
-    def start(rank: int, size: int, host: str, port: int, key: bytes) -> subprocess.Popen:
-        command = [sys.executable, "-c", OTHER, str(rank), str(size), host, str(port), key.hex()]
+    def start(rank: int, host: str, port: int, key: bytes) -> subprocess.Popen:
+        command = [sys.executable, "-c", OTHER, str(rank), host, str(port), key.hex()]
         with (tmp_path / "log").open("wb") as stderr:
             found.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr, cwd=tmp_path))
         return found[-1]

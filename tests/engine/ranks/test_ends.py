@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import Engine, SamplingParams
 from kvstore.engine.client import opening
-from kvstore.engine.ranks.line import RankLine
+from kvstore.engine.process.child import Child
 from kvstore.errors import EngineDiedError
 from tests.support.by_hand import held
 from tests.support.engines import ask, cached, greedy, open_engine, settle, tokens
@@ -87,7 +87,7 @@ def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, size, ca
     with constants(opening, SLOW_FACTOR=0.5), open_engine(model, silence_s=10.0, **SIZES[size]) as engine:
         ask(engine, PROMPTS[0])
         with (
-            constants(RankLine, send=lambda line, message: None),
+            constants(Child, send=lambda child, message, waits: None),
             pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended .killed: a step of the engine has taken 5"),
         ):
             ask(engine, PROMPTS[1])

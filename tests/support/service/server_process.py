@@ -39,7 +39,7 @@ class ServerProcess:
     def core(self) -> psutil.Process | None:
         """The engine's process, if it has one that runs."""
         children = psutil.Process(self.process.pid).children()
-        return next((child for child in children if "kvstore.engine.core_process" in child.cmdline()), None)
+        return next((child for child in children if "kvstore.engine.program" in child.cmdline()), None)
 
     def admin(self, method: str, path: str) -> Reply:
         return self.request(method, path, {} if method == "POST" else None, ADMIN)
