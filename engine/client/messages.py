@@ -51,7 +51,7 @@ class Facts:
 # -- requests --------------------------------------------------------------------------------------------------------
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
-    see `Engine.submit`.
+    see `CoreClient.submit`.
     """
 
     request_id: str

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -46,6 +46,8 @@ from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedE
 R = TypeVar("R")
 MAX_REQUESTS = 16384
 POLL_S = 1.0
+SILENT_S = 10.0  # without a sign of life: it gets no new request, and nobody waits for it who need not
+LOOK_S = 0.25  # how often to look whether it still gives signs
 WINDOW_S = 3600.0  # the limit of restarts counts the ends of this span
 MAX_DELAY_S = 60.0
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
@@ -115,6 +117,15 @@ class RemoteCore:
     @property
     def num_requests(self) -> int:
         return len(self._running)
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it runs and gives signs of life."""
+        return self.is_running and self.silent_s < SILENT_S
 
     @property
     def is_over(self) -> bool:
@@ -285,7 +296,8 @@ class RemoteCore:
             except EngineOverloadedError:
                 child.kill()
 
-    def call(self, verb: Call[R]) -> R:
+    def call(self, verb: Call[R], briefly: bool = False) -> R:
+        """briefly: wait as long as the process gives signs of life. Raises EngineDiedError where it gives none."""
         number, answer = next(self._numbers), Future[msgspec.Raw]()
         message = encode(Called(number, verb))  # type: ignore[arg-type]
         with self.changed:
@@ -293,9 +305,14 @@ class RemoteCore:
             self.read()
             self._send(child, message)
             self._calls[number] = answer
-        while self.is_reader and not answer.done():  # nobody else would read it
-            self.readiness.wait(POLL_S)
-            self.on_news()
+        while not answer.done() and (self.is_reader or briefly):
+            if briefly and not self.answers:
+                raise EngineDiedError("the engine's process does not answer")
+            if self.is_reader:  # nobody else would read it
+                self.readiness.wait(LOOK_S)
+                self.on_news()
+            else:
+                wait((answer,), LOOK_S)
         result = decode_result(verb, answer.result())
         return cast(R, {**cast(Any, result), "process": self.process}) if isinstance(verb, ReadStats) else result
 

@@ -160,13 +160,17 @@ class Child:
             self._taken += self.channel.receive()
 
     def first_messages(self, check: Callable[[], object] = lambda: None) -> Iterator[bytes]:
-        """Waits for its messages. check: called meanwhile; may raise. Raises EngineDiedError when it has ended."""
+        """Waits for its messages, while nobody else receives. check: called meanwhile; may raise.
+
+        Raises EngineDiedError when it has ended.
+        """
         while True:
             check()
             has_ended = self.how is not None  # asked first: its messages can still be received
-            messages = self.receive()
-            yield from messages
-            if has_ended and not messages:
+            self._take_in()
+            while self._taken:  # what comes behind the one that is waited for stays
+                yield self._taken.pop(0)
+            if has_ended:
                 raise EngineDiedError(f"{self.name} ended while it was loading ({self.how})")
             self.channel.poll(READY_POLL_MS)
 

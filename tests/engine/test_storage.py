@@ -4,8 +4,8 @@ import pytest
 
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.client.local import check_room
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.local_model import check_room
 from kvstore.errors import ConfigError, ModelError, StoreError, StoreLockedError
 from tests.support.engines import LLAMA_BLOCK_BYTES, open_engine, save_model
 

@@ -162,7 +162,7 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(model, plain
                 assert got == plain(prompt, count)[: len(got)]
             settle(engine)
         assert engine.loop.scheduler.roster.num_preemptions > 0
-        check_closed(engine, {engine.root("")})
+        check_closed(engine, {engine.facts.root("")})
 
 
 # -- invariant 2 -------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         raw = torch.cat([arena[cpu.arena_block_of(one)] for one in chain], dim=2)  # [layers, 2, tokens, heads, dim]
         spans = [(0, 21), (60, 144)]
         kept = [i for start, end in spans for i in range(start, end)]
-        root = Lineage(engine.root(""))
+        root = Lineage(engine.facts.root(""))
         spliced, lineage = engine.connector.splice(chain, prompt[:144], root, spans, "")
         assert (lineage.splice_index, lineage.splice_end) == (1, len(kept) // 16) == (1, len(spliced))
         handle = engine.submit([prompt[i] for i in kept] + [1, 2, 3], greedy(3), spliced=(spliced, lineage))
@@ -357,7 +357,7 @@ def test_invariant_8_a_block_evicted_during_its_write_leaves_what_builds_on_its_
                 wait_until(lambda: counters(engine)["saved"] == 3)
             go.set()
             settle(engine)
-        assert check_closed(engine, {engine.root("")}) == 2
+        assert check_closed(engine, {engine.facts.root("")}) == 2
         engine.loop.pool.evict_all()
         out = ask(engine, prompt)
         assert out.token_ids == plain(prompt, 4) and sum(cached(out)) == 32
@@ -374,10 +374,10 @@ def test_invariant_7_a_tiny_cpu_tier_gives_no_wrong_answers_and_stays_its_size(m
                 histories[number] = history + out.token_ids + tokens((turn, number).__hash__(), 12)
                 if turn == 2:
                     engine.loop.pool.evict_all()
-            check_closed(engine, {engine.root("")})
+            check_closed(engine, {engine.facts.root("")})
         assert engine.stats()["cpu"]["blocks"] == 9 and engine.stats()["cpu"]["cached_blocks"] <= 9
         settle(engine)
-        assert check_closed(engine, {engine.root("")}) > 0
+        assert check_closed(engine, {engine.facts.root("")}) > 0
 
 
 def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, store):
@@ -393,15 +393,15 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, s
                 if number % 4 == 0:
                     engine.loop.pool.evict_all()
                     settle(engine)
-                    check_closed(engine, {engine.root("")})
+                    check_closed(engine, {engine.facts.root("")})
         settle(engine)
         assert counters(engine)["disk_evictions"] > 0
         assert (store / "blocks" / "data.mdb").stat().st_size <= disk
-        assert check_closed(engine, {engine.root("")}) > 0
+        assert check_closed(engine, {engine.facts.root("")}) > 0
         out = ask(engine, [*histories[-1], 1], 4)
         assert sum(cached(out)) >= 96, "what was used last is there"
     with open_engine(model, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
-        assert check_closed(engine, {engine.root("")}) > 0
+        assert check_closed(engine, {engine.facts.root("")}) > 0
         for history in histories:
             assert ask(engine, [*history, 1], 4).token_ids == plain([*history, 1], 4)
 
@@ -441,7 +441,7 @@ def test_invariant_8_what_is_stored_is_closed_under_parents(model, plain, store,
                 got = handle.output.token_ids
                 assert got == plain(prompt, 20)[: len(got)]
             settle(engine)
-            check_closed(engine, {engine.root("")})
+            check_closed(engine, {engine.facts.root("")})
 
 
 def test_a_flush_ends_while_requests_go_on_and_the_disk_is_slow(tmp_path, store):

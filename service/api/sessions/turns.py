@@ -293,7 +293,7 @@ async def new_session_id(
         return given
     if request_key is None:
         return secrets.token_hex(ID_BYTES)
-    root = await context.engine.call(partial(context.engine.engine.root, tenant))
+    root = await context.engine.call(partial(context.engine.engine.facts.root, tenant))
     named = f"session of a request\0{purpose}\0{request_key}".encode()
     return hmac.digest(root, named, "sha256")[:ID_BYTES].hex()
 

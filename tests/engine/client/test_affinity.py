@@ -1,7 +1,7 @@
-"""Tests of kvstore.engine.client.affinity."""
+"""Tests of kvstore.engine.client.several."""
 
 from kvstore.blocks.ids import extend_chain, lineage_root
-from kvstore.engine.client.affinity import Whereabouts
+from kvstore.engine.client.several import Whereabouts
 from tests.support.engines import tokens
 
 SYSTEM = tokens(99, 64)

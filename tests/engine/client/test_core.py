@@ -31,7 +31,7 @@ def engine(request, model, tmp_path_factory):
     with opened(model, tmp_path_factory.mktemp("core") / "store", request.param) as engine:
         yield engine
         assert not engine.has_work and engine.stats()["requests"]["running"] == 0
-    assert engine.state == "closed"
+    assert engine.core.state == "closed"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_administration(engine):
     assert engine.generate([PROMPT], TEN, cache_salt="kept")[0].usage.cached_tokens == 0
     engine.answers.put([b"k" * 16], [1, 2, 3])
     assert [ids and list(ids) for ids in engine.answers.find_ids([[b"k" * 16], [b"x" * 16]])] == [[1, 2, 3], None]
-    assert engine.stats().get("process", {"state": "running"})["state"] == engine.state == "running"
+    assert engine.stats().get("process", {"state": "running"})["state"] == engine.core.state == "running"
 
 
 @pytest.mark.parametrize("kind", ["here", "own"])
@@ -164,7 +164,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path, kind):
         return engine
 
     engine = asyncio.run(asyncio.wait_for(scenario(), 300))
-    assert engine.state == "closed" and engine.pid is None
+    assert engine.core.state == "closed" and engine.core.pid is None
 
 
 def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, caplog):

@@ -1,4 +1,4 @@
-"""Tests of kvstore.engine.client.dividing."""
+"""Tests of kvstore.engine.client.opening."""
 
 import os
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.config import CacheTiers
-from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
+from kvstore.engine.client.opening import check_divisible, divided, environment_of_each
 from kvstore.engine.config import EngineConfig
 from kvstore.errors import ConfigError
 

@@ -47,7 +47,7 @@ def engine(model, tmp_path_factory):
     with Engine(model, tiers, seed=1, device="cpu", load="always", process="own") as engine:
         yield engine
         assert not engine.has_work and engine.stats()["requests"]["running"] == 0
-    assert engine.state == "closed"
+    assert engine.core.state == "closed"
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,15 @@ def test_a_close_ends_while_a_round_waits_for_the_process(model, tmp_path, monke
         engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", **shared)
         front = AsyncEngine(engine, reads=True)
         await front.call(engine.chat("deleted").send, "Hello", TEN)
-        os.kill(engine.pid, signal.SIGSTOP)
+        os.kill(engine.core.pid, signal.SIGSTOP)
         with before_each(engine.client, "call", asks.set):
             await front.call(engine.sessions.delete(SessionKey("", "deleted")).wait)  # as another server does it
             await front.call(wait_until, asks.is_set, "the next round")
             closing = asyncio.create_task(front.close())
             await front.call(wait_until, lambda: engine.closed, "it begins to close")
-            os.kill(engine.pid, signal.SIGCONT)
+            os.kill(engine.core.pid, signal.SIGCONT)
             await asyncio.wait_for(closing, TIMEOUT_S)
-        assert engine.state == "closed"
+        assert engine.core.state == "closed"
 
     asyncio.run(scenario())
     redis.kill()
@@ -123,12 +123,12 @@ def test_requests_wait_for_a_process_that_does_not_read(engine, here):
     """More than the kernel holds back for it: the rest goes out once there is room, and nothing is lost."""
     prompts = [[i % 150 + 3, i // 150 + 3, 9] for i in range(1500)]
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    os.kill(engine.pid, signal.SIGSTOP)
+    os.kill(engine.core.pid, signal.SIGSTOP)
     try:
         handles = [engine.submit(prompt, one) for prompt in prompts]
         assert engine.core._child.channel.num_unsent > 0
     finally:
-        os.kill(engine.pid, signal.SIGCONT)
+        os.kill(engine.core.pid, signal.SIGCONT)
     for handle in handles:
         list(engine.stream(handle))
     assert engine.core._child.channel.num_unsent == 0
@@ -139,15 +139,15 @@ def test_requests_wait_for_a_process_that_does_not_read(engine, here):
 
 def test_more_requests_than_are_taken_are_refused(engine):
     engine.core.max_requests = 2
-    os.kill(engine.pid, signal.SIGSTOP)  # so that none of them ends
+    os.kill(engine.core.pid, signal.SIGSTOP)  # so that none of them ends
     try:
-        handles = engine.client.submit([(list(PROMPT), LONG)] * 2)
+        handles = engine.client.submit_all([(list(PROMPT), LONG)] * 2)
         with pytest.raises(EngineOverloadedError):
-            engine.client.submit([(list(PROMPT), TEN)])
+            engine.client.submit_all([(list(PROMPT), TEN)])
         for handle in handles:  # as `abort` says it, which then waits for the process
             engine.core.end(handle.request_id)
     finally:
-        os.kill(engine.pid, signal.SIGCONT)
+        os.kill(engine.core.pid, signal.SIGCONT)
         engine.core.max_requests = MAX_REQUESTS
     for handle in handles:
         engine.client.abort(handle)
@@ -185,13 +185,13 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(engine):
     turn = chat.begin(hold, chat.check([{"role": "user", "content": "More"}], TEN), TEN)
     for _ in engine.stream(turn.handle):
         pass
-    os.kill(engine.pid, signal.SIGSTOP)
+    os.kill(engine.core.pid, signal.SIGSTOP)
     try:
         fill(engine.core)
         assert chat.end(hold).number == 2
         engine.chats.claims.release(hold)
     finally:
-        os.kill(engine.pid, signal.SIGCONT)
+        os.kill(engine.core.pid, signal.SIGCONT)
     wait_until(lambda: takes_more(engine), "it goes on")
     chat.send("And more", TEN)
     stored = engine.sessions.load(chat.key)
@@ -200,7 +200,7 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(engine):
 
 
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
-    shown = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
+    shown = Path(f"/proc/{engine.core.pid}/cmdline").read_bytes()
     assert shown.endswith(b"\0-m\0kvstore.engine.program\0the engine's process\0")
 
 
@@ -268,7 +268,7 @@ def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
             pass
         told.extend(handle.request_id for handle in handles)
 
-    handles = client.submit([([3, 4], SamplingParams())] * MANY, listener=hear)
+    handles = client.submit_all([([3, 4], SamplingParams())] * MANY, listener=hear)
     child.told.send_all(encode(Updates([Update("request-0", [Said(0, 5)])])))
     is_telling.wait()
     core.close() if is_closed else child.kill()

@@ -31,7 +31,7 @@ def test_blocks_beyond_what_was_said_are_not_named():
     """The core may have gone on behind a stop string."""
     core = SaysIt()
     client = CoreClient(core, None)
-    [handle] = client.submit([([5] * 30, SamplingParams())])
+    handle = client.submit([5] * 30, SamplingParams())
     chain = [bytes([number]) * 32 for number in range(4)]
     core.news = [Update("request-0", [Said(0, 7), Said(0, 8, "length")], Ended(chain=chain, lineage=Lineage(b"r")))]
     client.receive()
@@ -42,7 +42,7 @@ def test_blocks_beyond_what_was_said_are_not_named():
 def test_choices_of_a_core_that_is_gone_are_aborted():
     core, error = SaysIt(), EngineDiedError("gone")
     client = CoreClient(core, None)
-    [handle] = client.submit([([5] * 30, SamplingParams(n=2))])
+    handle = client.submit([5] * 30, SamplingParams(n=2))
     core.news = [Update("request-0", [Said(1, 7)])]
     client.receive()
     core.news = [Update("request-0", [], Ended(error=error))]

@@ -1,6 +1,6 @@
-"""Tests of kvstore.engine.client.totals."""
+"""Tests of kvstore.engine.client.several."""
 
-from kvstore.engine.client.totals import total, total_stats
+from kvstore.engine.client.several import total, total_stats
 from kvstore.stats import Histogram
 
 

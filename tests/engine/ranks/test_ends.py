@@ -45,7 +45,7 @@ def has_said(handles, count: int) -> bool:
 
 
 def is_another(engine, pid: int) -> bool:
-    return engine.state == "running" and engine.pid != pid
+    return engine.core.state == "running" and engine.core.pid != pid
 
 
 def are_gone(pids: tuple[int, ...]) -> bool:
@@ -105,12 +105,12 @@ def test_all_ranks_are_started_again(model, size, request):
     with Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", silence_s=PATIENCE_S, **SIZES[size]) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for rank, sign in ALL_ENDS if is_long else ENDS:
-            before = engine.pid, rank_of(engine.pid)
+            before = engine.core.pid, rank_of(engine.core.pid)
             end_while_it_answers(engine, before[rank], sign)
             wait_until(partial(is_another, engine, before[0]), "the restart", START_S)
             wait_until(partial(are_gone, before), "their end")
             assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
-        now = engine.pid, rank_of(engine.pid)
+        now = engine.core.pid, rank_of(engine.core.pid)
     wait_until(partial(are_gone, now), "their end")
 
 

@@ -87,9 +87,9 @@ def test_a_rank_that_ends_or_hangs_is_started_again(model, ray_here, size, sign,
     ) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for victim in ("rank", "first"):
-            first, (rank,) = engine.pid, ranks(ray_here)
+            first, (rank,) = engine.core.pid, ranks(ray_here)
             end_while_it_answers(engine, *((rank, sign) if victim == "rank" else (first, signal.SIGKILL)))
-            wait_until(lambda: engine.state == "running" and engine.pid != first, "the restart", START_S)  # noqa: B023
+            wait_until(lambda: engine.core.state == "running" and engine.core.pid != first, "the restart", START_S)  # noqa: B023
             wait_until(lambda: is_gone(first) and is_gone(rank), "their end")  # noqa: B023
             assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
     wait_until(lambda: not ranks(ray_here), "their end")
