@@ -9,9 +9,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -51,7 +50,7 @@ from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks, end_hung
 from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.errors import ConfigError, EngineClosedError
+from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.memory.ranked import OtherRanks
@@ -62,19 +61,14 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A model that is ready to run, and its sizes."""
+def open_model(
+    config: EngineConfig, ranks: Ranks | None
+) -> tuple[Loaded, PositionFreeModel, SchedulerConfig, int, bool]:
+    """A model that is ready to run, its limits, the number of blocks in its HBM pool, and whether decode steps will be
+    CUDA graphs.
 
-    loaded: Loaded
-    model: PositionFreeModel
-    limits: SchedulerConfig
-    num_blocks: int  # of the HBM pool
-    has_graphs: bool  # whether decode steps will be CUDA graphs
-
-
-def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
-    """ranks: load the other parts meanwhile. Raises as `load` and `intercept`, and the errors of these ranks."""
+    ranks: load the other parts meanwhile. Raises as `load` and `intercept`, and the errors of these ranks.
+    """
 
     def check(network: Any, tokenizer: Any) -> None:
         check_room(config, network)
@@ -104,7 +98,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
         num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes)
         if part is not None:
             num_blocks = part.least(num_blocks)
-    return OpenedModel(loaded, model, limits, num_blocks, has_graphs)
+    return loaded, model, limits, num_blocks, has_graphs
 
 
 def _join(part: Part, ranks: Ranks) -> None:
@@ -112,22 +106,22 @@ def _join(part: Part, ranks: Ranks) -> None:
 
     Raises EngineDiedError.
     """
-    joined, is_over = Future[None](), threading.Event()
+    joined = Future[None]()
+
+    def settle(error: Exception | None) -> None:
+        with suppress(InvalidStateError):  # the first counts
+            joined.set_result(None) if error is None else joined.set_exception(error)
 
     def join() -> None:
         try:
             part.join(ranks.rendezvous, ranks.host)
-            joined.set_result(None)
+            settle(None)
         except Exception as error:
-            joined.set_exception(error)
-        is_over.set()
+            settle(error)
 
     for other in ranks.others:
-        other.child.when_ended(is_over.set)
+        other.child.when_ended(lambda: settle(EngineDiedError(ranks.loss)))
     threading.Thread(target=join, name="kvstore-join", daemon=True).start()
-    is_over.wait()
-    if not joined.done():
-        ranks.check()
     joined.result()
 
 
@@ -197,8 +191,7 @@ class LocalCore:
             if config.num_ranks > 1:
                 self._ranks = opened.enter_context(open_ranks(config, silence_s))
                 heart.stuck = partial(end_hung, self._ranks.others)
-            found = open_model(config, self._ranks)
-            loaded, model, limits, num_blocks = found.loaded, found.model, found.limits, found.num_blocks
+            loaded, model, limits, num_blocks, has_graphs = open_model(config, self._ranks)
             self.tokenizer = loaded.tokenizer
             self._eos_token_ids = loaded.eos_token_ids
             self._call_token_ids = loaded.call_token_ids
@@ -215,7 +208,7 @@ class LocalCore:
         holdings = self.connector.holdings
         on_gone = None if holdings is None else partial(holdings.gone, Place.HBM)
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
-        capturer = CudaCapturer(loaded.device) if found.has_graphs else None
+        capturer = CudaCapturer(loaded.device) if has_graphs else None
         runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
         self.loop = StepLoop(
             Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings), self.connector),
