@@ -5,20 +5,20 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 
 from aiohttp import HttpVersion10, HttpVersion11, web
+from msgspec.structs import asdict
 
 from kvstore.service.api import admin, edge, health, openapi, page
-from kvstore.service.api.context import ANSWERED, CONTEXT, EXCHANGE, Context, Exchange, context_of
+from kvstore.service.api.context import CONTEXT, EXCHANGE, Context, Exchange, context_of
 from kvstore.service.api.openai import chat as openai
 from kvstore.service.api.openai import completions, responses
+from kvstore.service.api.schema import sum_usage
 from kvstore.service.api.sessions import chat
 from kvstore.service.api.sessions import routes as sessions
-from kvstore.service.api.sse import ReaderGone
 from kvstore.service.http.connection import new_request_id
-from kvstore.service.http.errors import ApiError, api_error, error_response, unavailable
+from kvstore.service.http.errors import ApiError, ReaderGone, api_error, error_response, unavailable
 from kvstore.service.http.logs import log
 from kvstore.service.http.routes import Handler, Route
 
@@ -80,21 +80,21 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Write one line in the log and count one for every request, however it ends."""
     given = request.headers.get("X-Request-Id", "")
-    exchange = request[EXCHANGE] = Exchange(given if REQUEST_ID.fullmatch(given) else new_request_id())
+    route = route_of(request)
+    exchange = request[EXCHANGE] = Exchange(
+        given if REQUEST_ID.fullmatch(given) else new_request_id(), "unknown" if route is None else route.template
+    )
     started, status = time.perf_counter(), CLIENT_GONE
-    known = ANSWERED.set(exchange)
     try:
         response = await handler(request)
         status = exchange.status or response.status
         return response
     finally:
-        ANSWERED.reset(known)
         _tell(request, exchange, status, time.perf_counter() - started)
 
 
 def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float) -> None:
-    route = route_of(request)
-    path = "unknown" if route is None else route.template
+    path = exchange.route
     trace = TRACE.fullmatch(request.headers.get("traceparent", ""))
     context_of(request).metrics.request_ended(path, request.method, status, seconds)
     fields = {
@@ -112,12 +112,14 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
 
 
 def _answered(exchange: Exchange) -> dict[str, object]:
-    usage = exchange.usage
-    if usage is None:
+    if not exchange.outputs:
         return {}
-    tiers = {f"{tier}_tokens": count for tier, count in asdict(usage.cached_tokens_details).items()}
+    usage = sum_usage([output.usage for output in exchange.outputs])
+    cached = usage.prompt_tokens_details
+    tiers = {f"{tier}_tokens": count for tier, count in asdict(cached.cached_tokens_details).items()}
     counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-    return {**counts, "cached_tokens": usage.cached_tokens, **tiers, "ttft_s": exchange.ttft_s}
+    first_s = min((output.ttft_s for output in exchange.outputs if output.ttft_s is not None), default=None)
+    return {**counts, "cached_tokens": cached.cached_tokens, **tiers, "ttft_s": first_s}
 
 
 @web.middleware
@@ -138,11 +140,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             context_of(request).metrics.refused(told.code)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
-        if begun is None or not begun.prepared:
-            return error_response(told)
-        if exchange.abandon is not None:
-            await exchange.abandon(told)
-        return begun
+        return error_response(told) if begun is None or not begun.prepared else begun
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -10,11 +10,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -36,8 +34,7 @@ from kvstore.service.api.health import watch
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
-from kvstore.service.http.connection import SEND_BUFFER_BYTES, Connection, Connections
-from kvstore.service.http.descriptors import AcceptErrors, ensure_descriptors
+from kvstore.service.http.connection import SEND_BUFFER_BYTES, AcceptErrors, Connection, Connections, ensure_descriptors
 from kvstore.service.http.errors import unavailable
 from kvstore.service.http.limits import Limits
 from kvstore.service.http.logs import log, set_up_logging
@@ -235,7 +232,7 @@ class Server:
         await runner.setup()
         self._runner = runner
         try:
-            self._socket = await self._listening(lambda: Connection(runner.server, self.connections, loop), path)
+            self._socket = await self._listening(partial(Connection, runner.server, self.connections, loop), path)
         except OSError as error:
             await runner.cleanup()
             raise KVStoreError(self._why_not(error)) from error
@@ -258,7 +255,7 @@ class Server:
 
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread. Requests are served once this returns."""
-        engine = await in_thread(open_engine)
+        engine = await asyncio.to_thread(open_engine)
         self.context.open(AsyncEngine(engine, reads=True), Recall(engine))
         language = engine.chats.language
         if language.tokenizer is not None and language.template is None:
@@ -325,18 +322,3 @@ async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = PO
     deadline = time.monotonic() + timeout_s
     while not is_so() and time.monotonic() < deadline:
         await asyncio.sleep(poll_s)
-
-
-async def in_thread(function: Callable[[], Any]) -> Any:
-    """Run in a thread that does not keep the process alive."""
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()  # the waiter may be cancelled; the thread goes on
-
-    def run() -> None:
-        try:
-            done.set_result(function())
-        except (Exception, SystemExit) as error:  # the waiter gets it, whatever it is
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="kvstore-loading", daemon=True).start()
-    return await asyncio.wrap_future(done)

@@ -1,10 +1,12 @@
 """The documents: links lead somewhere, commands and flags exist, and programs run and print what is promised."""
 
+import io
 import re
 import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -83,12 +85,20 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield words[1:]
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_flag_in_a_document_exists(name, capsys):
-    wrong, shown = [], {}
+@pytest.fixture(scope="module")
+def shown() -> dict[str, set[str]]:
+    """The flags of each command's help."""
+    found = {}
     for command in COMMANDS:
-        cli.main([command, "--help"])
-        shown[command] = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+        with redirect_stdout(io.StringIO()) as out:
+            cli.main([command, "--help"])
+        found[command] = set(re.findall(r"--[a-z][a-z-]*", out.getvalue()))
+    return found
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_flag_in_a_document_exists(name, shown):
+    wrong = []
     for command, *words in commands(TEXTS[name]):
         wrong += [f"{command} {word}" for word in words if word.startswith("--") and word not in shown[command]]
     known = set().union(*shown.values())

@@ -3,7 +3,6 @@
 Knows the store's own classes, no engine and no model.
 
 - `counting`: what a replay counts
-- `fleet`: several servers on one clock, a router before them, a tier that they share
 - `jobs`: a request of a trace as a server has it
 - `replay`: a trace through one server, on a virtual clock: who runs, and for how long
 - `replay_config`: what a replay is asked and what it answers
@@ -21,8 +20,4 @@ Decisions:
 A store records when its requests came and how long they were: no token, no text. So a plan can answer for the
 store's own traffic. What is replayed runs on a virtual clock, so a plan takes seconds and gives the same figures
 every time. Rates of the machine are those that the store has measured, else round ones, and the answer says which.
-
-A fleet is simulated by a few of its servers, ten at most, with their part of the conversations: nobody waits for a
-replay of a thousand. Where a turn goes is drawn among all servers; a simulated one stands for several, and keeps apart
-what those would hold by other names of their blocks. Its own links, prompts and loads are at full rate.
 """

@@ -54,13 +54,10 @@ class Counting:
         if self._times_s is not None:
             self._times_s = (self._times_s[0], now_s)
 
-    def count_start(self, job: Job, num_hbm: int, ttft_s: float) -> list[str] | None:
-        """Count a request that starts with so many hits in HBM.
-
-        Returns the tiers that held its hits when it arrived; None if it belongs to the warm-up.
-        """
+    def count_start(self, job: Job, num_hbm: int, ttft_s: float) -> None:
+        """Count a request that starts with so many hits in HBM, unless it belongs to the warm-up."""
         if job.number < self._config.warm_up:
-            return None
+            return
         size = self._block_size
         self._num_prompt_tokens += job.request.num_tokens
         self._num_blocks += job.request.num_tokens // size
@@ -71,7 +68,6 @@ class Counting:
         for hits, seen in zip(self._hits, (job.arrival, job.schedule), strict=True):
             for tier in (*seen[: job.num_hit], *in_between[len(seen) :]):
                 hits[tier] += size
-        return [*job.arrival[: job.num_hit], *in_between[len(job.arrival) :]]
 
     def result(self) -> ReplayResult:
         assert self._times_s is not None, "the warm-up never ended"

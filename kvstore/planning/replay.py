@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvstore.blocks.records import Transferred
 from kvstore.disk.io_queue import Rank
@@ -24,26 +23,6 @@ from kvstore.planning.waiting import WaitingLine
 from kvstore.store.seam import Lookup
 
 ROUND_S = 0.25  # between two looks at a store that waits for room
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A request that a router sent to this server. remote: the blocks that were read for it from a shared tier."""
-
-    request: TraceRequest
-    arrived_s: float
-    remote: range
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What the servers of a fleet have in common. ended: called with the index of a request that has ended. counted:
-    called with a request that counts, the tiers of its hits, and its TTFT.
-    """
-
-    clock: VirtualClock
-    ended: Callable[[int], None]
-    counted: Callable[[Job, list[str], float], None] | None = None
 
 
 def replay(
@@ -65,17 +44,13 @@ class Replay:
 
     def __init__(
         self, trace: Trace, config: ReplayConfig, progress: Callable[[int], None] | None = None,
-        steering: MakeSteering | None = None, beside: Beside | None = None,
+        steering: MakeSteering | None = None,
     ) -> None:  # fmt: skip
-        """beside: what it has in common with other servers; None if it is alone."""
         if config.warm_up >= len(trace.requests):
             raise ConfigError(f"a warm-up of {config.warm_up} leaves none of {len(trace.requests)} requests; give less")
         self._trace, self._config = trace, config
-        self._clock = clock = VirtualClock() if beside is None else beside.clock
-        if beside is None:
-            self._line = Timeline(trace, clock, self.arrive, progress)
-            beside = Beside(clock, self._line.ended)
-        self._beside = beside
+        self._clock = clock = VirtualClock()
+        self._line = Timeline(trace, clock, self._arrive, progress)
         longest = max(map(self._total_blocks, trace.requests))
         self.blocks = ServerBlocks(config, trace.block_size, longest, clock, steering, self._on_progress)
         self._counting = Counting(config, trace.block_size, self.blocks.moved)
@@ -88,37 +63,20 @@ class Replay:
         self._line.run()
         return self._counting.result()
 
-    def begin_to_count(self) -> None:
-        self._counting.begin(self._clock.now_s)
-
-    @property
-    def backlog_s(self) -> float:
-        """At least how long a new prompt would wait for those before it."""
-        return max(self._prefill_free_s - self._clock.now_s, 0.0) + len(self._waiting)
-
-    def restart(self, keeps_disk: bool) -> None:
-        """Lose all blocks in memory, and those on disk unless it is kept; running requests go on elsewhere."""
-        self._poll()
-        self.blocks.evict_all(keeps_disk)
-
     def _total_blocks(self, request: TraceRequest) -> int:
         return -(-(request.num_tokens + request.num_output_tokens) // self._trace.block_size)
 
     # -- the queue ---------------------------------------------------------------------------------------------------
-    def arrive(self, index: int, number: int, given: Arrived | None = None) -> None:
-        """Request `index` of the trace is the `number`th to arrive. given: set if a router sent it here."""
+    def _arrive(self, index: int, number: int) -> None:
+        """Request `index` of the trace is the `number`th to arrive."""
         if number == self._config.warm_up:
-            self.begin_to_count()
-        request = self._trace.requests[index] if given is None else given.request
+            self._counting.begin(self._clock.now_s)
+        request = self._trace.requests[index]
         if self._total_blocks(request) > self._config.hbm_blocks:
             self._counting.count_refused(number)
             self._ended(index)
             return
         job = self.blocks.job(index, number, request)
-        if given is not None:
-            job.arrived_s = given.arrived_s
-            for block in given.remote[: max(len(job.arrival) - given.remote.start, 0)]:  # not here when it came
-                job.arrival[block] = "remote"
         self._counting.count_queue(len(self._waiting), self._clock.now_s)
         self._waiting.add(job)
         self._schedule()
@@ -192,10 +150,7 @@ class Replay:
         self._prefill_free_s = max(now_s, self._prefill_free_s) + compute_s
         first_token_s = max(first_token_s, self._prefill_free_s)
         self._clock.at(first_token_s, self._prefilled, job)
-        ttft_s = first_token_s - job.arrived_s
-        tiers = self._counting.count_start(job, num_hbm, ttft_s)
-        if tiers is not None and self._beside.counted is not None:
-            self._beside.counted(job, tiers, ttft_s)
+        self._counting.count_start(job, num_hbm, first_token_s - job.arrived_s)
 
     def _load(self, job: Job, num_loads: int) -> float:
         """Returns when its loads will have ended."""
@@ -230,7 +185,7 @@ class Replay:
 
     def _ended(self, index: int) -> None:
         self._counting.count_end(self._clock.now_s)
-        self._beside.ended(index)
+        self._line.ended(index)
 
     def check_integrity(self) -> None:
         """Assert, after the run, that nobody holds anything and that all counts agree."""

@@ -18,11 +18,10 @@ from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.traces import TraceRequest
 from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_blocks, virtual_store
 from kvstore.policy.conversation import Answer
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.control_plane import KVStore
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Lookup, Match, StepSpan
-from kvstore.store.stored import ChainContent
 
 MakeSteering = Callable[[VirtualClock, Mapping[str, int]], Steering]  # of the clock, and blocks of each tier
 
@@ -62,13 +61,6 @@ class ServerBlocks:
                 break
             hits.append(block)
         return hits
-
-    def num_held(self, request: TraceRequest) -> tuple[int, int]:
-        """How many blocks of its prompt are here, from the beginning on: in HBM, and in CPU or on disk."""
-        chain = prompt_of(request, self.block_size)
-        most = (request.num_tokens - 1) // self.block_size
-        below = [] if self.store is None else self.store.stored.tiers(chain, 0, most)
-        return len(self.match(chain, request.num_tokens)), len(below)
 
     def job(self, index: int, number: int, request: TraceRequest) -> Job:
         """A request that arrives now, and where its stored blocks are. The store is told of it if it looks ahead."""
@@ -175,41 +167,6 @@ class ServerBlocks:
     def is_idle(self) -> bool:
         """Whether nothing is read or written."""
         return self._io.is_idle
-
-    def land(self, request: TraceRequest, first: int, end: int) -> int:
-        """Blocks [first, end) of its prompt were read from a shared tier into the CPU tier, after those stored here.
-
-        Returns how many had room there.
-        """
-        store = self.store
-        assert store is not None, "there is nowhere to read to"
-        chain = prompt_of(request, self.block_size)
-        content = ChainContent(chain, cast(bytearray, Tokens(request.num_tokens)), LINEAGE, "")
-        arena_blocks: list[int] = []
-        for index in range(first, end):
-            if not store.stored.holds(chain[index]):
-                arena_block = store.cpu.reserve()
-                if arena_block is None:
-                    end = index
-                    break
-                store.cpu.announce(arena_block, store.stored.record(content, index))
-                store.cpu.publish(arena_block)
-                arena_blocks.append(arena_block)
-        for arena_block in arena_blocks:  # released only now, so that none was evicted for the next
-            if store.disk is None:
-                store.cpu.release(arena_block)
-            else:
-                store.disk.add_dirty(arena_block)
-        return end - first
-
-    def evict_all(self, keeps_disk: bool) -> None:
-        """Evict all blocks in memory, and those on disk unless it is kept."""
-        self.pool.evict_all()
-        if self.store is not None:
-            self.store.cpu.pool.evict_all()
-            if self.store.disk is not None and not keeps_disk:
-                space = self.store.disk.space
-                space.evict(space.capacity_bytes)
 
     def moved(self) -> Counter[str]:
         """How many blocks were moved and evicted so far, by kind."""

@@ -3,19 +3,15 @@
 - `sessions/`: `/chat` and `/sessions`
 - `openai/`: OpenAI's routes
 - `admin`: the administrator's routes
-- `answering`: one way to answer on every route that talks, and what a route's dialect is
-- `context`: what every handler can reach, and what is known of one request
+- `answering`: one way to answer on every route that talks, whole or as events, and what a route's dialect is
+- `context`: what every handler can reach, the engine's last counters, and what is known of one request
 - `edge`: /metrics, version, models, tokens
-- `engine_metrics`: what /metrics shows of the engine: tiers, failures, sessions
 - `health`: /health, its like and /ready, and lines in the log when what they tell changes
-- `metrics`: /metrics: what is counted of requests and answers
+- `metrics`: /metrics: what is counted of requests and answers, and what the engine counts
 - `openapi`: /openapi.json from the table of routes and the types of bodies
 - `page`: the web page's static files
 - `prefill`: prompts of other servers, computed here
-- `recent_stats`: the engine's counters for /health and /metrics
-- `schema`: JSON bodies: limits, bounded types, messages that name the field
-- `sse`: server-sent events, with errors as events
-- `usage`: token counts by tier, and times
+- `schema`: JSON bodies: limits, bounded types, unknown fields, messages that name the field; usage and times
 
 Decisions:
 

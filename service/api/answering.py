@@ -1,100 +1,146 @@
-"""One way to answer on every route that talks: whole, or as a stream, in the words of the route's dialect.
+"""One way to answer on every route that talks: whole, or as a stream of events, in the words of the route's dialect.
 
-Knows no route and no session.
+Once a stream's headers are sent, errors are events. Knows no route and no session.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from kvstore.engine.outputs import Piece
 from kvstore.engine.turns import Turn
-from kvstore.service.api.edge import json_response
-from kvstore.service.api.sse import EventStream
+from kvstore.service.api.context import EXCHANGE
+from kvstore.service.http.errors import ApiError, ReaderGone, api_error
+from kvstore.service.http.routes import json_response
 
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # a proxy must not hold events back
+}
+DONE = b"data: [DONE]\n\n"
 R = TypeVar("R")
 Event = tuple[str | None, Any]  # its name, if the dialect names events, and its data
 
 
 class Dialect(Protocol[R]):
-    """One request of a route, and how its answer is said. R: the result of its turns.
+    """How the answer to one request of a route is said. R: the result of its turns, one for each prompt.
 
-    is_streamed: whether the client wants events. has_done: whether they end with [DONE].
+    has_done: whether events end with [DONE].
     """
 
-    has_done: bool
-
-    @property
-    def is_streamed(self) -> bool: ...
-
-    def opened(self) -> AbstractAsyncContextManager[Sequence[Turn[R]]]:
-        """Its turns, one for each prompt, once all have begun. They end, at the latest, with this context."""
+    has_done: ClassVar[bool] = True
 
     def first(self, turns: Sequence[Turn[R]]) -> Iterable[Event]:
         """Before any piece. A stream's headers go out with its first event: until then an error has its status."""
+        return ()
 
     def piece(self, turns: Sequence[Turn[R]], number: int, piece: Piece) -> Iterable[Event]:
         """Of the turn of this number."""
+        ...
 
     def last(self, turns: Sequence[Turn[R]], results: Sequence[R]) -> Iterable[Event]: ...
 
     def whole(self, turns: Sequence[Turn[R]], results: Sequence[R]) -> msgspec.Struct: ...
 
 
-async def answer(request: web.Request, dialect: Dialect[R]) -> web.StreamResponse:
-    if not dialect.is_streamed:
-        async with dialect.opened() as turns:
+async def answer(
+    request: web.Request,
+    opened: AbstractAsyncContextManager[Sequence[Turn[R]]],
+    dialect: Dialect[R],
+    stream: bool | None,
+) -> web.StreamResponse:
+    """opened: the turns once all have begun; they end, at the latest, with this context. stream: the client's field."""
+    if not stream:
+        async with opened as turns:
             for turn in turns:
                 async for _ in turn:  # as they come, so that the times between them mean something
                     pass
             results = [await turn.result() for turn in turns]
         return json_response(dialect.whole(turns, results))
-    async with EventStream(request, dialect.has_done) as stream, dialect.opened() as turns:
+    async with EventStream(request, dialect.has_done) as events, opened as turns:
         for name, data in dialect.first(turns):
-            await stream.send(data, name)
+            await events.send(data, name)
         async with aclosing(_together(turns)) as pieces:
             async for number, piece in pieces:
                 for name, data in dialect.piece(turns, number, piece):
-                    await stream.send(data, name)
+                    await events.send(data, name)
         results = [await turn.result() for turn in turns]
         for name, data in dialect.last(turns, results):
-            await stream.send(data, name)
-    return stream.response
+            await events.send(data, name)
+    return events.response
 
 
 async def _together(turns: Sequence[Turn[R]]) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of all turns as they come, each with its turn's number."""
-    if len(turns) == 1:  # without a task and a queue in between
+    if len(turns) == 1:  # without a task for each piece
         async for piece in turns[0]:
             yield 0, piece
         return
-    items: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(len(turns) * 4)  # None: it has ended
-
-    async def read(turn: Turn[R], number: int) -> None:
-        try:
-            async for piece in turn:
-                await items.put((number, piece))
-        except Exception as error:
-            await items.put((number, error))
-        else:
-            await items.put((number, None))
-
-    readers = [asyncio.create_task(read(turn, number)) for number, turn in enumerate(turns)]
+    reads = {asyncio.ensure_future(anext(turn, None)): number for number, turn in enumerate(turns)}
     try:
-        num_open = len(turns)
-        while num_open:
-            number, item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield number, item
+        while reads:
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            for read in done:
+                number = reads.pop(read)
+                if (said := read.result()) is not None:
+                    reads[asyncio.ensure_future(anext(turns[number], None))] = number
+                    yield number, said
     finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+
+
+# -- server-sent events ----------------------------------------------------------------------------------------------
+class EventStream:
+    """`async with EventStream(request) as events: await events.send(...)`; it ends with [DONE], whatever happens.
+
+    Headers are sent with the first event, so that an error before it still has its status. An exception that leaves the
+    block, or the end of the request's time, becomes an error event; the exception is raised again to be logged and
+    counted. done: whether "data: [DONE]" closes the stream.
+    """
+
+    def __init__(self, request: web.Request, done: bool = True) -> None:
+        self._request = request
+        self._done = done
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    async def send(self, data: Any, event: str | None = None) -> None:
+        """Send one event. Returns when the reader, or at least the kernel, has accepted it. Raises ReaderGone."""
+        name = b"" if event is None else b"event: " + event.encode() + b"\n"
+        await self._put(name + b"data: " + msgspec.json.encode(data) + b"\n\n")
+
+    async def _put(self, data: bytes) -> None:
+        try:
+            if not self.response.prepared:
+                self._request[EXCHANGE].response = self.response
+                await self.response.prepare(self._request)
+            await self.response.write(data)
+            await self._request.writer.drain()
+        except ConnectionError as error:
+            raise ReaderGone("the client is gone") from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        told = self._told(error)
+        if error is not None and (told is None or not self.response.prepared):
+            return  # the client is gone, or it gets an answer with a status
+        if told is not None:
+            await self.send(told.body())
+        if self._done:
+            await self._put(DONE)
+
+    def _told(self, error: BaseException | None) -> ApiError | None:
+        if isinstance(error, asyncio.CancelledError):  # the time is over, or the client went away
+            deadline = self._request[EXCHANGE].deadline
+            return None if deadline is None else deadline.error
+        if isinstance(error, Exception) and not isinstance(error, ReaderGone):
+            return api_error(error)
+        return None

@@ -1,31 +1,78 @@
-"""What every handler can reach: the engine, the options and the service's own parts. Knows no route."""
+"""What every handler can reach: the engine, its last counters, options, the service's own parts. Knows no route."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from aiohttp import web
 
 from kvstore.engine.async_engine import AsyncEngine
-from kvstore.engine.outputs import CachedTokensDetails, RequestOutput, Usage
-from kvstore.engine.sessions.claims import Claims
+from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sessions.recall import Recall
+from kvstore.engine.sessions.stored import Claims
 from kvstore.engine.turns import Turn
 from kvstore.service.api.metrics import Metrics
-from kvstore.service.api.recent_stats import RecentStats
 from kvstore.service.http.access import Access
-from kvstore.service.http.errors import ApiError
 from kvstore.service.http.limits import Deadline, Limits
 from kvstore.service.settings.serve_options import ServeOptions
 from kvstore.sessions.record import SessionKey
 
+WAIT_S = 0.5
+STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
+FAILING_S = 60.0
 R = TypeVar("R")
-State = Literal["starting", "running", "stopping", "failed"]
+State = Literal["starting", "running", "stopping"]
 CLEAN_UP_S = 1.0  # for an answer whose reader has gone, unless its engine does not answer
 SILENT_S = 5.0  # without a sign of life; there should be two a second
+
+
+class RecentStats:
+    """The counters of one engine. Used in the server's event loop only.
+
+    stuck_s: longer than any step takes; failing_s: for so long a failure is told, unless something is stored sooner.
+    """
+
+    def __init__(self, engine: AsyncEngine, stuck_s: float = STUCK_S, failing_s: float = FAILING_S) -> None:
+        self._engine, self._stuck_s, self._failing_s = engine, stuck_s, failing_s
+        self._known: dict[str, Any] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_s = 0.0  # when the last question was put, on the monotonic clock
+        self._outcomes = (0, 0)  # of changes to sessions: failed, stored
+        self._failing_until_s = 0.0  # monotonic
+
+    async def get(self) -> dict[str, Any]:
+        """The counters; older ones while a long step keeps the engine from answering."""
+        if self._asking is None or self._asking.done():
+            self._asking, self._asked_s = asyncio.create_task(self._ask()), time.monotonic()
+        await asyncio.wait({self._asking}, timeout=WAIT_S)
+        return self._known
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a query has been open for longer than any step takes."""
+        is_open = self._asking is not None and not self._asking.done()
+        return is_open and time.monotonic() > self._asked_s + self._stuck_s
+
+    @property
+    def sessions_fail(self) -> bool:
+        """Whether turns recently could not be stored."""
+        return time.monotonic() < self._failing_until_s
+
+    async def _ask(self) -> None:
+        try:
+            self._known = {**await self._engine.call(self._engine.engine.stats)}
+        except Exception as error:  # whatever it is, it must not be /health that fails
+            self._known = {"error": type(error).__name__}
+            return
+        sessions = self._known.get("sessions") or {}
+        before, self._outcomes = self._outcomes, (sessions.get("failed", 0), sessions.get("committed", 0))
+        if self._outcomes[0] > before[0]:
+            self._failing_until_s = time.monotonic() + self._failing_s
+        elif self._outcomes[1] > before[1]:
+            self._failing_until_s = 0.0
 
 
 @dataclass(slots=True)
@@ -53,7 +100,7 @@ class Context:
     @property
     def has_failed(self) -> bool:
         """Whether the engine ended without being asked to."""
-        return self.state == "failed" or (self.state == "running" and self.engine.engine.closed)
+        return self.state == "running" and self.engine.engine.closed
 
     @property
     def is_silent(self) -> bool:
@@ -62,7 +109,7 @@ class Context:
         return self.state == "running" and self.engine.engine.core.silent_s >= limit_s
 
     @asynccontextmanager
-    async def reading(self, turn: Turn[R], route: str, has_gaps: bool = True) -> AsyncIterator[Turn[R]]:
+    async def reading(self, turn: Turn[R], exchange: "Exchange", has_gaps: bool = True) -> AsyncIterator[Turn[R]]:
         """The turn once it has begun. Whoever leaves this context before its end abandons it.
 
         Then it is counted, for /metrics and for its request's line in the log: only at its end it is known how much was
@@ -75,10 +122,8 @@ class Context:
             turn.abandon()
             if turn.is_computed:
                 await asyncio.wait([turn.task], timeout=CLEAN_UP_S)
-                self.metrics.answer_ended(turn.output, route, turn.gaps_s if has_gaps else None)
-                exchange = ANSWERED.get()
-                if exchange is not None:
-                    exchange.add(turn.output)
+                self.metrics.answer_ended(turn.output, exchange.route, turn.gaps_s if has_gaps else None)
+                exchange.outputs.append(turn.output)
 
     @property
     def claims(self) -> Claims:
@@ -98,33 +143,23 @@ class Context:
 class Exchange:
     """What is known of one open request.
 
-    response: its stream, if any; abandon: ends that stream with an error from outside. status, error_code: its error's.
-    usage: the sum over its answers that have ended; ttft_s: of the answer that began first.
+    route: the label in the metrics. response: its stream, if any. status, error_code: its error's. outputs: of its
+    answers that have ended.
     """
 
     request_id: str
+    route: str
     tenant: str = ""
     deadline: Deadline | None = None
     response: web.StreamResponse | None = None
-    abandon: Callable[[ApiError], Awaitable[None]] | None = None
     status: int | None = None
     error_code: str | None = None
-    usage: Usage | None = None
-    ttft_s: float | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        known = self.usage or Usage(0, 0, CachedTokensDetails())
-        self.usage = Usage(
-            known.prompt_tokens + output.usage.prompt_tokens,
-            known.completion_tokens + output.usage.completion_tokens,
-            known.cached_tokens_details + output.usage.cached_tokens_details,
-        )
-        if output.ttft_s is not None:
-            self.ttft_s = output.ttft_s if self.ttft_s is None else min(self.ttft_s, output.ttft_s)
+    outputs: list[RequestOutput] = field(default_factory=list)
 
 
-ANSWERED: ContextVar[Exchange | None] = ContextVar("answered", default=None)  # in the tasks that answer a request
 CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)
+
+
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 
 

@@ -1,7 +1,7 @@
 """Routes around the answers: metrics, version, models, tokens of a text and texts of tokens."""
 
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -10,20 +10,14 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
-from kvstore.engine.sessions.chats import Language
+from kvstore.engine.sessions.chat import Language
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context, context_of, tenant_of
-from kvstore.service.api.schema import Messages, TokenId, messages_of, num_chars_of, read_body
-from kvstore.service.http.errors import RETRY_AFTER_S, ApiError, bad_request
-from kvstore.service.http.routes import Route
+from kvstore.service.api.schema import Messages, TokenId, accept, check_model, messages_of, num_chars_of
+from kvstore.service.http.errors import bad_request
+from kvstore.service.http.routes import Route, json_response
 
-T = TypeVar("T")
 MAX_TOKENIZED_CHARS = 2**20
-
-
-def json_response(body: Any, status: int = 200) -> web.Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers)
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -69,20 +63,6 @@ async def show_model(request: web.Request) -> web.Response:
     context = context_of(request)
     check_model(context, request.match_info["id"])
     return json_response(_model(context))
-
-
-async def accept(request: web.Request, type_: type[T]) -> tuple[Context, T]:
-    """The body of a request for this server's model, which it may name. Raises as `read_body` and `check_model`."""
-    context, body = context_of(request), await read_body(request, type_)
-    check_model(context, getattr(body, "model", None))
-    return context, body
-
-
-def check_model(context: Context, name: str | None) -> None:
-    """Raises ApiError 404 unless it is this server's model, or none is named."""
-    if name is not None and name not in (context.model_name, context.engine.engine.facts.model_name):
-        message = f"there is no model {name[:80]!r}; this server has {context.model_name!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model(context: Context) -> Model:

@@ -8,9 +8,8 @@ import msgspec
 from aiohttp import web
 
 from kvstore.service.api.context import Context, context_of
-from kvstore.service.api.edge import json_response
 from kvstore.service.http.logs import log
-from kvstore.service.http.routes import Route
+from kvstore.service.http.routes import Route, json_response
 
 WATCH_S = 5.0
 

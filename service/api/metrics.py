@@ -1,19 +1,38 @@
 """The service's own counters and the engine's, in Prometheus' text format.
 
-Belongs to the event loop's thread. Labels are bounded: a route's pattern, never a path; no tenant, no user.
+Belongs to the event loop's thread. Labels are bounded: a route's pattern, never a path; no tenant, no user. A metric
+that vLLM has, too, has vLLM's name and meaning. Counters begin anew with the engine, as Prometheus expects.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from kvstore.engine.outputs import RequestOutput
-from kvstore.service.api.engine_metrics import Stats, as_vllm_shows, counter, engine_families, histogram
 from kvstore.stats import Histogram
 
+PREFIX = "kvstore:"
+VLLM_PREFIX = "vllm:"
+VLLM_NAMES = frozenset({  # of what means the same there
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
+    "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries",
+    "external_prefix_cache_hits", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+})  # fmt: skip
+TIERS = ("hbm", "cpu", "disk", "remote")
+POLICIES = ("fifo", "lru", "return")
+READ_FAILURES = ("corrupt", "mismatch", "missing", "failed")  # shown from the start, so that the first one is a rise
+PREFILL_FAILURES = ("late", "unreachable", "down", "busy")
+STEP_PHASES = ("schedule", "build", "forward", "sample", "update")
+Values = Mapping[Any, float]  # by tuples of as many texts as there are labels, a type that mypy cannot infer
+Stats = Mapping[str, Any]
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
@@ -28,15 +47,265 @@ REQUEST_BOUNDS_S = (
 )  # fmt: skip
 HTTP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 COUNT_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-
 PHASES = {  # of each answer, as in its timings
     "queue": "Waiting for its turn.",
     "load": "Waiting for blocks from disk before the first step.",
     "prefill": "From the first step to the first token.",
     "decode": "From the first token to the last.",
 }
-
 Labels = tuple[str, ...]
+
+
+# -- families --------------------------------------------------------------------------------------------------------
+def counter(name: str, text: str, value: float | Values, labels: Sequence[str] = ()) -> Metric:
+    """One number, or one for each combination of labels."""
+    return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), value)
+
+
+def gauge(name: str, text: str, value: float | Values, labels: Sequence[str] = ()) -> Metric:
+    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), value)
+
+
+def _filled(family: Any, value: float | Values) -> Metric:
+    for labels, number in (value if isinstance(value, Mapping) else {(): value}).items():
+        family.add_metric(labels, number)
+    return family
+
+
+def histogram(name: str, text: str, found: Mapping[Any, Stats], labels: Sequence[str] = ()) -> Metric:
+    """found: what `kvstore.stats.Histogram.as_dict` returned, for each combination of labels."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+    for values, one in found.items():
+        bounds = [*map(str, map(float, one["bounds"])), "+Inf"]
+        family.add_metric(values, list(zip(bounds, accumulate(one["counts"]), strict=True)), one["sum"])
+    return family
+
+
+def as_vllm_shows(families: Sequence[Metric], model_name: str) -> Iterator[Metric]:
+    """Those that vLLM has, too, under its names and with its label `model_name` beside ours."""
+    for family in families:
+        name = family.name.removeprefix(PREFIX)
+        if name in VLLM_NAMES:
+            shown = Metric(VLLM_PREFIX + name, family.documentation, family.type)
+            for sample in family.samples:
+                labels = {"model_name": model_name, **sample.labels}
+                shown.add_sample(VLLM_PREFIX + sample.name.removeprefix(PREFIX), labels, sample.value)
+            yield shown
+
+
+# -- what an engine shows --------------------------------------------------------------------------------------------
+def engine_families(stats: Stats) -> Iterator[Metric]:
+    """stats: empty while no engine can be asked."""
+    yield gauge("engine_up", "1 when the engine answers, 0 when it is gone or begins again.", float(bool(stats)))
+    if not stats:
+        return
+    restarts = stats.get("process", {}).get("restarts", 0)
+    yield counter("engine_restarts", "How often the engine's own process was started again.", restarts)
+    if "replicas" in stats:
+        up = {(str(one["rank"]),): float(one["process"]["state"] == "running") for one in stats["replicas"]}
+        open_ones = {(str(one["rank"]),): one["process"]["requests"] for one in stats["replicas"]}
+        yield gauge("replica_up", "1 while this engine of --data-parallel-size answers.", up, ["replica"])
+        yield gauge("replica_requests", "Requests that run or wait in this engine.", open_ones, ["replica"])
+    yield gauge("engine_info", "The model that is served.", {(stats["model"],): 1.0}, ["model"])
+    yield from _loop(stats)
+    yield from _hits(stats["tokens"])
+    yield from _policy(stats["policy"])
+    yield from _capacity(stats)
+    yield from _sessions(stats["sessions"])
+    if "store" in stats:
+        yield from _traffic(stats)
+        yield from _failures(stats)
+        yield from _latencies(stats)
+    if "disk" in stats:
+        yield from _disk(stats["disk"])
+    if "remote" in stats:
+        yield from _remote(stats["remote"])
+    if "kv_events" in stats:
+        yield from _events(stats["kv_events"])
+    troubles = [stats.get("lost"), *(stats.get("disk", {}).get(name) for name in ("degraded", "broken", "lost"))]
+    troubles += [stats["sessions"].get(name) for name in ("lost", "missing", "unreachable")]
+    said = "1 when the disk tier cannot write at the moment, files of the store were lost, or shared sessions are away."
+    yield gauge("degraded", said, float(any(troubles)))
+
+
+def _loop(stats: Stats) -> Iterator[Metric]:
+    requests, hbm, step = stats["requests"], stats["hbm"], stats["step"]
+    in_use = hbm["blocks"] - hbm["free_blocks"]
+    yield gauge("num_requests_running", "Requests in the running batch.", requests["running"])
+    yield gauge("num_requests_waiting", "Requests waiting to be scheduled.", requests["waiting"])
+    yield gauge("kv_cache_usage_perc", "Share of HBM blocks that requests hold; 1 is all.", in_use / hbm["blocks"])
+    yield counter("num_preemptions", "Requests put back for HBM or another tenant.", requests["preemptions"])
+    yield counter("requests_finished", "Requests that ended by themselves.", requests["finished"])
+    yield counter("requests_aborted", "Requests that were ended early.", requests["aborted"])
+    yield counter("engine_steps", "Steps of the engine.", step["num_steps"])
+    seconds = {(phase,): step[f"{phase}_s"] for phase in STEP_PHASES}
+    yield counter("engine_step_seconds", "Time in each phase of the steps.", seconds, ["phase"])
+
+
+def _hits(tokens: Stats) -> Iterator[Metric]:
+    """By the tier that held the block when the request arrived. A tier is queried for what the tiers above it did not
+    have.
+    """
+    hits, prompt = tokens["cached_by_tier"], tokens["prompt_tokens"]
+    asked, left = {}, prompt
+    for tier in TIERS:
+        asked[tier] = left
+        left -= hits[tier]
+    yield counter("prompt_tokens", "Prompt tokens of finished requests, cached ones included.", prompt)
+    yield counter("generation_tokens", "Tokens generated for finished requests.", tokens["completion_tokens"])
+    yield counter("cached_prompt_tokens", "Prompt tokens that no step had to compute.", tokens["cached_tokens"])
+    yield counter("reencoded_tokens", "Prompt tokens reused at another position.", hits["reencoded"])
+    yield counter("prefix_cache_queries", "Prompt tokens looked up in HBM.", asked["hbm"])
+    yield counter("prefix_cache_hits", "Prompt tokens found in HBM.", hits["hbm"])
+    yield counter("external_prefix_cache_queries", "Prompt tokens looked up below HBM.", asked["cpu"])
+    yield counter("external_prefix_cache_hits", "Prompt tokens found below HBM.", sum(hits[tier] for tier in TIERS[1:]))
+    queries = {(tier,): asked[tier] for tier in TIERS}
+    yield counter("tier_query_tokens", "Prompt tokens that a tier was asked for.", queries, ["tier"])
+    found = {(tier,): hits[tier] for tier in TIERS}
+    yield counter("tier_hit_tokens", "Prompt tokens whose block a tier held on arrival.", found, ["tier"])
+
+
+def _policy(policy: Stats) -> Iterator[Metric]:
+    in_force = policy["in_force"].items()
+    states = {(tier, name): float(name == used) for tier, used in in_force for name in POLICIES}
+    yield gauge("eviction_policy", "1 for the policy of eviction in force on a tier.", states, ["tier", "policy"])
+    yield gauge("conversations", "Conversations that eviction knows.", policy["num_conversations"])
+
+
+def _capacity(stats: Stats) -> Iterator[Metric]:
+    used, limit = {}, {}
+    for tier in ("hbm", "cpu"):
+        if pool := stats.get(tier):
+            limit[(tier,)] = pool["blocks"] * pool["block_bytes"]
+            used[(tier,)] = pool["cached_blocks"] * pool["block_bytes"] if pool["blocks"] else 0
+    if disk := stats.get("disk"):
+        limit[("disk",)], used[("disk",)] = disk["capacity_bytes"], disk["bytes"]
+    yield gauge("tier_used_bytes", "Bytes of blocks that a tier holds.", used, ["tier"])
+    yield gauge("tier_limit_bytes", "Bytes that a tier may take.", limit, ["tier"])
+    evicted = {(tier, "room"): stats[tier]["evicted_blocks"] for tier in ("hbm", "cpu") if tier in stats}
+    evicted |= {(tier, "removed"): stats[tier]["removed_blocks"] for tier in ("hbm", "cpu") if tier in stats}
+    if disk:
+        evicted[("disk", "room")] = stats["store"]["disk_evictions"]
+        evicted[("disk", "removed")] = stats["store"]["disk_removals"]
+    text = "Blocks given up: for room, or since they were deleted, damaged or gone from below."
+    yield counter("tier_evicted_blocks", text, evicted, ["tier", "reason"])
+
+
+def _traffic(stats: Stats) -> Iterator[Metric]:
+    """In bytes of KV: a block on disk may be smaller, where it is compressed."""
+    store, size = stats["store"], stats["cpu"]["block_bytes"]
+    read = {("cpu",): store["loaded"] * size, ("disk",): store["read"] * size}
+    into_cpu = store["saved"] + store["read"] + store["remote_read"] + store["spliced"]
+    written = {("cpu",): into_cpu * size, ("disk",): store["written"] * size}
+    if remote := stats.get("remote"):
+        read[("remote",)], written[("remote",)] = remote["read_bytes"], remote["stored_bytes"]
+    yield counter("tier_read_bytes", "KV read: from CPU into HBM, from disk or remote into CPU.", read, ["tier"])
+    yield counter("tier_write_bytes", "KV written into the tier.", written, ["tier"])
+    yield counter("loaded_tokens", "Tokens loaded into HBM.", store["loaded_tokens"])
+    yield counter("spliced_blocks", "Blocks made of parts of others after a truncation.", store["spliced"])
+    yield counter("prefetched_blocks", "Blocks read ahead of their request.", store["prefetched"])
+    yield counter("prefetch_hit_blocks", "Of these, in memory when they were asked for.", store["prefetch_hits"])
+    yield counter("prefetch_wasted_blocks", "Of these, not loaded by their request.", store["prefetch_wasted"])
+    yield counter("split_prefills", "Requests whose head was computed and tail read.", store["split_prefills"])
+
+
+def _failures(stats: Stats) -> Iterator[Metric]:
+    store, block_tokens = stats["store"], stats["hbm"]["block_size"]
+    dropped = {("full",): store["dropped_saves"], ("orphan",): store["orphan_saves"]}
+    failed = {("cpu", "failed"): store["load_failures"]}
+    failed |= {("disk", cause): 0 for cause in READ_FAILURES}
+    failed |= {("disk", cause): count for cause, count in store["read_failures"].items()}
+    if "remote" in stats:
+        failed |= {("remote", cause): 0 for cause in READ_FAILURES}
+        failed |= {("remote", cause): count for cause, count in store["remote_read_failures"].items()}
+    lost = store["given_up_tokens"] + store["load_failures"] * block_tokens
+    yield counter("dropped_saves", "Blocks not saved: no room, or their parent is not stored.", dropped, ["reason"])
+    yield counter("dropped_writes", "Blocks whose write to disk failed, each try.", store["dropped_writes"])
+    yield counter("refused_writes", "Blocks not written: their tenant may have no more.", store["refused_writes"])
+    text = 'Blocks that did not come, and were computed; "corrupt": a checksum did not match.'
+    yield counter("tier_read_failures", text, failed, ["tier", "cause"])
+    yield counter("recomputed_tokens", "Tokens computed although stored, since a block did not come.", lost)
+    yield counter("identity_mismatches", "Blocks that were not what their id says.", store["identity_mismatches"])
+    yield counter("housekeeping_errors", "Rounds in the background that failed.", store["housekeeping_errors"])
+
+
+def _latencies(stats: Stats) -> Iterator[Metric]:
+    found = {("cpu",): stats["load_seconds"]}
+    if "disk" in stats:
+        found[("disk",)] = stats["disk"]["read_seconds"]
+    if "remote" in stats:
+        found[("remote",)] = stats["remote"]["read_seconds"]
+    text = "Time of a load: all of a step from CPU into HBM, one block from disk, a batch of them from remote into CPU."
+    yield histogram("tier_load_seconds", text, found, ["tier"])
+
+
+def _disk(disk: Stats) -> Iterator[Metric]:
+    causes = {tuple(_operation_and_cause(name)): count for name, count in disk["failures"].items()}
+    yield histogram("disk_write_seconds", "Time of a transaction on disk.", {(): disk["write_seconds"]})
+    yield gauge("disk_file_bytes", "Size of the data file.", disk["file_bytes"])
+    yield gauge("disk_queued_write_bytes", "Handed to the writer, not durable yet.", disk["queued_write_bytes"])
+    yield gauge("disk_dirty_blocks", "Blocks that wait to be handed to the writer.", disk["dirty_blocks"])
+    yield gauge("disk_reads_in_flight", "Reads that are queued or running.", disk["reads_in_flight"])
+    yield counter("disk_errors", "Operations on the disk tier that failed.", causes, ["operation", "cause"])
+
+
+def _remote(remote: Stats) -> Iterator[Metric]:
+    causes = {tuple(_operation_and_cause(name)): count for name, count in remote["failures"].items()}
+    yield gauge(
+        "remote_up", "1 while the remote tier answers, 0 while it is left alone.", float(not remote["degraded"])
+    )
+    yield gauge("remote_full", "1 after the remote tier took no more.", float(remote["full"]))
+    yield counter("remote_breaks", "Times that the remote tier stopped answering.", remote["breaks"])
+    yield histogram("remote_ask_seconds", "Time to hear which blocks of a chain it has.", {(): remote["ask_seconds"]})
+    yield counter("remote_stored_blocks", "Blocks sent to the remote tier.", remote["stored"])
+    yield gauge("remote_waiting_blocks", "Blocks that wait to be sent.", remote["waiting_blocks"])
+    yield counter("remote_dropped_blocks", "Blocks not sent; they are offered again.", remote["dropped_blocks"])
+    yield counter("remote_errors", "Operations on the remote tier that failed.", causes, ["operation", "cause"])
+    if prefill := remote.get("prefill"):
+        yield from _prefill(prefill)
+
+
+def _prefill(prefill: Stats) -> Iterator[Metric]:
+    """Of the server that computes prompts for this one."""
+    up = float(not prefill["degraded"])
+    yield gauge("prefill_up", "1 while the server of --prefill-url answers, 0 while all is computed here.", up)
+    yield counter("prefill_computed", "Prompts that it has computed.", prefill["computed"])
+    yield counter("prefill_blocks", "Their blocks that were in the shared tier then.", prefill["blocks"])
+    failed = {(cause,): 0 for cause in PREFILL_FAILURES} | {(c,): n for c, n in prefill["failures"].items()}
+    yield counter("prefill_failures", "Prompts that were computed here instead, and failed probes.", failed, ["cause"])
+    yield histogram("prefill_seconds", "Time until a prompt was computed and stored there.", {(): prefill["seconds"]})
+
+
+def _events(events: Stats) -> Iterator[Metric]:
+    blocks = {(kind,): events[kind] for kind in ("stored", "removed")}
+    requests = {("answered",): events["replays"], ("refused",): events["bad_replay_requests"]}
+    yield counter("kv_event_batches", "Messages to routers.", events["batches"])
+    yield counter("kv_event_blocks", "Blocks that routers were told of, by what became of them.", blocks, ["event"])
+    yield counter("kv_event_pictures", "Times that readers were sent all that is held.", events["pictures"])
+    yield counter("kv_event_replays", "Requests for messages that a reader missed.", requests, ["outcome"])
+
+
+def _operation_and_cause(name: str) -> list[str]:
+    """Of "write: no space", say; "sync" has one cause only."""
+    operation, _, cause = name.partition(": ")
+    return [operation, cause or "failed"]
+
+
+def _sessions(sessions: Stats) -> Iterator[Metric]:
+    changes = {(outcome,): sessions[outcome] for outcome in ("committed", "refused", "failed")}
+    yield gauge("sessions", "Sessions that are stored.", sessions["sessions"])
+    yield gauge("session_turns", "Turns of all stored sessions.", sessions["turns"])
+    yield gauge("session_bytes", "Size of the session store.", sessions["bytes"])
+    yield gauge("session_queue", "Changes of sessions that are not durable yet.", sessions["queued"])
+    yield counter("session_commits", "Transactions of the session store.", sessions["commits"])
+    yield counter("session_changes", "Changes of sessions, by how they ended.", changes, ["outcome"])
+    if "servers" in sessions:
+        yield gauge("session_servers", "Servers that share the sessions.", sessions["servers"])
+        yield counter("session_conflicts", "Transactions on shared sessions that ran again.", sessions["conflicts"])
+        yield counter(
+            "session_store_failures", "Calls of the shared sessions' server that failed.", sessions["failures"]
+        )
+    yield counter("damaged_sessions", "Records of sessions that could not be read.", sessions["damaged"])
 
 
 class Metrics:

@@ -13,12 +13,11 @@ from kvstore.blocks.ids import Lineage
 from kvstore.engine.client.messages import Flush
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.remote.prefill import PATH
-from kvstore.service.api.context import context_of
-from kvstore.service.api.edge import json_response
-from kvstore.service.api.openai.generation import check_ended
+from kvstore.service.api.context import EXCHANGE, context_of
+from kvstore.service.api.openai.stateless import ended
 from kvstore.service.api.schema import TokenId, read_body
 from kvstore.service.http.errors import NO_RETRY, ApiError
-from kvstore.service.http.routes import Route
+from kvstore.service.http.routes import Route, json_response
 
 SHARE_S = 60.0  # for what was computed to be stored
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -58,9 +57,9 @@ async def prefill(request: web.Request) -> web.Response:
         starting = engine.start(
             body.token_ids, PARAMS, body.tenant, spliced=((), lineage), turn_starts=body.turn_starts
         )
-        async with context.reading(await starting, PATH) as turn:
+        async with context.reading(await starting, request[EXCHANGE]) as turn:
             handle = await turn.result()
-        check_ended(handle.output)
+        ended(handle.output)
         chain = handle.chain
         num_blocks = await engine.call(engine.engine.client.call, Flush(chain, SHARE_S)) if chain else 0
     return json_response(PrefillAnswer(num_blocks))

@@ -1,49 +1,85 @@
 """Reads JSON bodies: limits, types with bounds, and error messages that name the field and the remedy.
 
-Knows the shapes that several routes share; those of one route stand beside it.
+Unknown fields that would change the answer, and near misses of known names, are refused; all others are ignored, as
+clients of other servers expect. Knows the shapes that several routes share; those of one route stand beside it.
 """
 
 import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
 from msgspec import Meta
 
+from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_chars
 from kvstore.service.api.context import Context, context_of
-from kvstore.service.api.sse import ReaderGone
-from kvstore.service.http.errors import NO_RETRY, ApiError, bad_request
-from kvstore.service.http.fields import check_fields
+from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
+from kvstore.service.settings.options import nearest
 
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+# Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
+CONSTRAINTS = dict.fromkeys((
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "chat_template_kwargs", "continue_final_message",
+    "functions", "include_stop_str_in_output", "logits_processors", "logprobs", "lora_request", "structural_tag",
+    "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens", "use_beam_search",
+), _NOTHING) | {
+    "add_generation_prompt": (None, True),
+    "modalities": (None, [], ["text"]),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none", "auto"),
+}  # fmt: skip
+GUIDED = "guided_"  # and what follows it: json, regex, choice, grammar
+# Fields of other servers that are close to a name of ours but mean something else.
+NO_MISSES = {"message_id", "models", "top_a", "top_n"}
+MAX_EXAMINED = 64  # of unknown fields
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
-
 Count = Annotated[int, Meta(ge=1, le=2**31)]
-NumChoices = Annotated[int, Meta(ge=1, le=16)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-TopK = Annotated[int, Meta(ge=-1, le=2**31)]
-MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=1024)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=16)]
-StopTokenIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
-CacheSalt = Annotated[str, Meta(max_length=256)]
+
+
+def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
+    """Raises ApiError 400 that names the field. raw: an object that could be read as a `type_`.
+
+    REFUSED of the type: further fields that are refused, with what to do.
+    """
+    known = getattr(type_, "__struct_encode_fields__", ())
+    refused = getattr(type_, "REFUSED", {})
+    found = {name: value for name, value in _FIELDS.decode(raw).items() if name not in known}
+    for name, value in found.items():
+        if name in refused and _says_something(value):
+            raise bad_request(name, f"{name}: {refused[name]}", "unsupported_parameter")
+        if (name in CONSTRAINTS or name.startswith(GUIDED)) and _says_something(value, CONSTRAINTS.get(name, _NOTHING)):
+            raise bad_request(name[:64], f"{name[:64]} is not supported here", "unsupported_parameter")
+    for name in islice((name for name in found if name not in CONSTRAINTS), MAX_EXAMINED):
+        for meant in near_misses(name, (*known, *CONSTRAINTS)):
+            raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
+
+
+def _says_something(value: msgspec.Raw, nothing: tuple[Any, ...] = _NOTHING) -> bool:
+    return msgspec.json.decode(value) not in nothing
+
+
+def near_misses(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that was probably meant, if any: one typing error in a short name, two in a long one."""
+    if name in NO_MISSES:
+        return []
+    return nearest(name[:64], (one for one in known if len(one) > 3), 0.75 if len(name) < 6 else 0.86)
 
 
 class ContentPart(msgspec.Struct):
@@ -70,25 +106,30 @@ class StreamOptions(msgspec.Struct):
 class Sampling(msgspec.Struct, kw_only=True):
     """What every route that generates accepts; null is the same as not given."""
 
-    n: NumChoices | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    seed: Seed | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: LogitBias | None = None
     stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream shall end with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 _SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling.__struct_fields__]
@@ -148,6 +189,20 @@ def text_of(content: str | list[ContentPart], param: str) -> str:
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------
+async def accept(request: web.Request, type_: type[T]) -> tuple[Context, T]:
+    """The body of a request for this server's model, which it may name. Raises as `read_body` and `check_model`."""
+    context, body = context_of(request), await read_body(request, type_)
+    check_model(context, getattr(body, "model", None))
+    return context, body
+
+
+def check_model(context: Context, name: str | None) -> None:
+    """Raises ApiError 404 unless it is this server's model, or none is named."""
+    if name is not None and name not in (context.model_name, context.engine.engine.facts.model_name):
+        message = f"there is no model {name[:80]!r}; this server has {context.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
 async def read_body(request: web.Request, type_: type[T]) -> T:
     """The request's JSON as a `type_`. Raises ApiError 400, 408, 413 or 415, and ReaderGone."""
     _check_headers(request)
@@ -284,3 +339,59 @@ def _not_finite(value: object, path: str) -> Iterator[str]:
     elif isinstance(value, list):
         for index, one in enumerate(value):
             yield from _not_finite(one, f"{path}[{index}]")
+
+
+class CachedTokens(msgspec.Struct):
+    """By the tier that held a block when the request arrived; reencoded: reused at another position."""
+
+    hbm: int
+    cpu: int
+    disk: int
+    remote: int
+    reencoded: int
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """cached_tokens: a subset of prompt_tokens, and the sum of its details."""
+
+    cached_tokens: int
+    cached_tokens_details: CachedTokens
+
+
+class UsageObject(msgspec.Struct, omit_defaults=True):
+    """capped_max_tokens: only where the request's max_tokens was more than the window had left, which is this; of
+    several prompts that of the longest.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    capped_max_tokens: int | None = None
+
+
+class TimingsObject(msgspec.Struct):
+    """Seconds; null for what was not reached."""
+
+    queue_s: float | None
+    load_s: float | None
+    prefill_s: float | None
+    ttft_s: float | None
+    decode_s: float | None
+
+
+def usage_object(usage: Usage) -> UsageObject:
+    return sum_usage([usage])
+
+
+def sum_usage(usages: list[Usage]) -> UsageObject:
+    details = sum((usage.cached_tokens_details for usage in usages), CachedTokensDetails())
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages)
+    by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
+    capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
+    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(details.total, by_tier), capped)
+
+
+def timings_object(timings: Timings) -> TimingsObject:
+    return TimingsObject(timings.queue_s, timings.load_s, timings.prefill_s, timings.ttft_s, timings.decode_s)

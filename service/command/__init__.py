@@ -3,13 +3,11 @@
 Starts without torch; each command imports what it needs.
 
 - `plan/`: `kvstore plan`
-- `cli`: the `kvstore` command: its commands and exit codes
+- `cli`: the `kvstore` command: its commands and exit codes, and variables that are misspelt
 - `flags_page`: docs/flags.md: every flag of every command in one table, made of what the help is made of
 - `progress`: how far something that takes its time has come, on stderr
-- `stats_tables`: what `kvstore stats` prints for a person
 - `store`: `kvstore stats`, `evict`, `verify`, `compact`, `sessions`
-- `store_tables`: what the other commands on a store print for a person
+- `store_tables`: what commands on a store print for a person
 - `terminal`: `kvstore chat`: streams answers, shows what each turn cost
-- `variables`: variables `KVSTORE_...` that nothing reads, because they are misspelt
 - `vllm_config`: `kvstore vllm-config`: the flags under which vLLM keeps its KV in our store
 """

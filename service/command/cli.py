@@ -8,14 +8,31 @@ Every failure is one line on stderr.
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore import __version__
 from kvstore.errors import ConfigError, HubError, KVStoreError, ModelError, StoreLockedError
-from kvstore.service.command.variables import tell_misspelt
-from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, suggestion
+from kvstore.service.settings.config_file import Told, known_keys, told
+from kvstore.service.settings.options import COMMANDS, EPILOG, REMOVED, Command, UsageError, key_of, nearest, suggestion
 
+OTHERS = {"CONFIG", "FLEET_SECRET", "REDIS_PASSWORD"}  # that are read, beside the flags of a command
+CUTOFF = 0.7  # what Kubernetes sets for a service of this name is further from ours
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def tell_misspelt(environment: Mapping[str, str]) -> None:
+    """One line on stderr for each variable that is nearly the name of one that some command reads."""
+    given = {name.removeprefix("KVSTORE_") for name in environment if name.startswith("KVSTORE_")}
+    given -= OTHERS | {key.upper() for key in REMOVED}  # which are refused
+    if not given or not given - {key.upper() for keys in known_keys().values() for key in keys}:
+        return
+    commands = [command_of(name)[1] for name in COMMANDS]  # loads every command, hence only now
+    options = [one for command in commands for one in command.options if one.mirrored]
+    known = OTHERS | {key_of(flag).upper() for one in options for flag in (one.flag, *one.aliases)}
+    for name in sorted(given - known):
+        for meant in nearest(name, known, CUTOFF):
+            print(f"kvstore: nothing reads KVSTORE_{name}; did you mean KVSTORE_{meant}?", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object] | None = None) -> int:
@@ -60,19 +77,30 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         known = ("--help", "--version") if kind == "flag" else COMMANDS
         raise UsageError(f"unknown {kind} {argv[0]!r}{suggestion(argv[0], known)}")
     tell_misspelt(environment)
-    if argv[0] in ("serve", "chat"):
-        return _run_engine(argv[0], argv[1:], environment, engine_factory)
-    if argv[0] == "plan":
+    run, command = command_of(argv[0], engine_factory)
+    given = told(command, argv[1:], environment)
+    return EXIT_OK if given is None else run(given)
+
+
+def command_of(name: str, engine_factory: Callable[..., object] | None = None) -> tuple[Callable[[Told], int], Command]:
+    """What runs a command and returns its exit code, and its flags. Loads what it needs."""
+    if name in ("serve", "chat"):
+        from kvstore.service.settings.engine_options import engine_command
+
+        return partial(_run_engine, name, engine_factory), engine_command(name)
+    if name == "plan":
+        from kvstore.service.command.plan.run import COMMAND as PLAN
         from kvstore.service.command.plan.run import run_plan
 
-        return run_plan(argv[1:], environment)
-    if argv[0] == "vllm-config":
+        return run_plan, PLAN
+    if name == "vllm-config":
+        from kvstore.service.command.vllm_config import COMMAND as VLLM_CONFIG
         from kvstore.service.command.vllm_config import run_vllm_config
 
-        return run_vllm_config(argv[1:], environment)
-    from kvstore.service.command.store import run_store_command
+        return run_vllm_config, VLLM_CONFIG
+    from kvstore.service.command.store import STORE_COMMANDS
 
-    return run_store_command(argv[0], argv[1:], environment)
+    return STORE_COMMANDS[name]
 
 
 def _overview() -> str:
@@ -81,15 +109,10 @@ def _overview() -> str:
     return "\n".join([*lines, "", EPILOG])
 
 
-def _run_engine(
-    name: str, argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None
-) -> int:
-    from kvstore.service.settings.config_file import as_toml, told
-    from kvstore.service.settings.engine_options import arguments_of, engine_command, naming_flags, with_tiers
+def _run_engine(name: str, engine_factory: Callable[..., object] | None, given: Told) -> int:
+    from kvstore.service.settings.config_file import as_toml
+    from kvstore.service.settings.engine_options import arguments_of, naming_flags, with_tiers
 
-    given = told(engine_command(name), argv, environment)
-    if given is None:
-        return EXIT_OK
     settings = with_tiers(given.settings, keeps=name == "serve")
     asks_for_config = settings.pop("print_config").value
     arguments, options = arguments_of(name, settings)
@@ -105,7 +128,7 @@ def _with_engine(
 ) -> int:
     model = arguments.pop("model", None)
     if name == "serve" and options.replicas is not None:
-        from kvstore.service.replicas.run import run_replicas
+        from kvstore.service.replicas.app import run_replicas
 
         return run_replicas(model, arguments, options)
     if name == "serve":

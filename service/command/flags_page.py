@@ -3,13 +3,8 @@
 `python -m kvstore.service.command.flags_page > docs/flags.md` writes it.
 """
 
-from collections.abc import Iterator
-
-from kvstore.service.command.plan.run import COMMAND as PLAN
-from kvstore.service.command.store import STORE_COMMANDS
-from kvstore.service.command.vllm_config import COMMAND as VLLM_CONFIG
-from kvstore.service.settings.engine_options import engine_command
-from kvstore.service.settings.options import COMMANDS, CONFIG, EPILOG, Command, Option, value_of
+from kvstore.service.command.cli import command_of
+from kvstore.service.settings.options import COMMANDS, CONFIG, EPILOG, Option, value_of
 
 HEAD = f"""# Every flag
 
@@ -21,20 +16,10 @@ HEAD = f"""# Every flag
 |---|---|---|---|
 """
 
-OTHERS = {"plan": PLAN, "vllm-config": VLLM_CONFIG}
-
-
-def commands() -> Iterator[Command]:
-    for name in COMMANDS:
-        if name in STORE_COMMANDS:
-            yield STORE_COMMANDS[name][1]
-        else:
-            yield OTHERS.get(name) or engine_command(name)
-
 
 def flags_page() -> str:
     owners: dict[tuple[str, str, str], list[str]] = {}
-    for command in commands():
+    for command in (command_of(name)[1] for name in COMMANDS):
         for option in (*command.options, CONFIG):
             owners.setdefault(_cells(option), []).append(command.name)
     rows = [

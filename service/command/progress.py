@@ -25,66 +25,56 @@ def progress(
     if is_silent:
         yield lambda fraction: None
         return
-    shown = _Bar(note) if sys.stderr.isatty() else _Lines(note, every_s)
-    ended = threading.Event()
-    thread = threading.Thread(target=_tick, args=(shown, ended, after_s), name="kvstore-progress", daemon=True)
+    with _bar(note, after_s) if sys.stderr.isatty() else _lines(note, after_s, every_s) as update:
+        yield update
+
+
+@contextmanager
+def _bar(note: str, after_s: float) -> Iterator[OnProgress]:
+    """For a terminal: it disappears when the work is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    console = Console(stderr=True, highlight=False)
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    task = bar.add_task(note, total=None)
+
+    def update(fraction: float | None) -> None:
+        if fraction is not None:
+            bar.update(task, total=1.0, completed=fraction)
+
+    start = threading.Timer(after_s, bar.start)
+    start.daemon = True
+    start.start()
+    try:
+        yield update
+    finally:
+        start.cancel()
+        start.join()
+        bar.stop()
+
+
+@contextmanager
+def _lines(note: str, after_s: float, every_s: float) -> Iterator[OnProgress]:
+    """For a log or a pipe."""
+    started_s, done, ended = time.monotonic(), 0.0, threading.Event()
+
+    def update(fraction: float | None) -> None:
+        nonlocal done
+        done = done if fraction is None else fraction
+
+    def tell() -> None:
+        wait_s = after_s
+        while not ended.wait(wait_s):
+            share = f", {done:.0%} done" if done else ""
+            print(f"kvstore: {note} since {time.monotonic() - started_s:.0f} s{share}", file=sys.stderr, flush=True)
+            wait_s = every_s
+
+    thread = threading.Thread(target=tell, name="kvstore-progress", daemon=True)
     thread.start()
     try:
-        yield shown.note
+        yield update
     finally:
         ended.set()
         thread.join()
-        shown.end()
-
-
-class _Lines:
-    """For a log or a pipe."""
-
-    def __init__(self, note: str, every_s: float) -> None:
-        self._note, self._fraction, self.every_s = note, 0.0, every_s
-        self._started_s = time.monotonic()
-
-    def note(self, fraction: float | None) -> None:
-        if fraction is not None:
-            self._fraction = fraction
-
-    def show(self) -> None:
-        elapsed_s = time.monotonic() - self._started_s
-        done = f", {self._fraction:.0%} done" if self._fraction else ""
-        print(f"kvstore: {self._note} since {elapsed_s:.0f} s{done}", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """What was printed stays."""
-
-
-class _Bar:
-    """For a terminal: it disappears when the work is done."""
-
-    every_s = 3600.0  # it draws itself
-
-    def __init__(self, note: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        console = Console(stderr=True, highlight=False)
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._task = self._progress.add_task(note, total=None)
-
-    def note(self, fraction: float | None) -> None:
-        if fraction is not None:
-            self._progress.update(self._task, total=1.0, completed=fraction)
-
-    def show(self) -> None:
-        self._progress.start()
-
-    def end(self) -> None:
-        self._progress.stop()
-
-
-def _tick(shown: _Lines | _Bar, ended: threading.Event, after_s: float) -> None:
-    if ended.wait(after_s):
-        return
-    shown.show()
-    while not ended.wait(shown.every_s):
-        shown.show()

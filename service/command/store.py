@@ -18,8 +18,8 @@ from kvstore.config import DURATION, PLACE, SIZE, SWITCH, TEXT, whole
 from kvstore.engine.process.child import tell_in_lines
 from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tolerate_any_text
-from kvstore.service.settings.chat_options import ID
-from kvstore.service.settings.config_file import told
+from kvstore.service.settings.config_file import Told
+from kvstore.service.settings.engine_options import ID
 from kvstore.service.settings.options import JSON, STORE, Command, Option, UsageError, default_store, suggestion
 from kvstore.service.settings.serve_options import seconds
 from kvstore.sessions.record import SessionKey
@@ -50,26 +50,13 @@ DELETE = Option("--delete", SWITCH, False, "take out damaged blocks, and those c
 LIMIT = Option("--limit", whole(1, MAX_SESSIONS), 100, "how many to list, the last used first")
 
 
-def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]) -> int:
-    """Run one of them. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails."""
-    run, command = STORE_COMMANDS[name]
-    given = told(command, argv, environment)
-    if given is None:
-        return EXIT_OK
-    values = given.values
-    values["store"] = values["store"] or STORE.reads.read(STORE.flag, default_store())
-    tolerate_any_text()
-    tell_in_lines()
-    return run(values, given.arguments)
-
-
 # -- the commands ----------------------------------------------------------------------------------------------------
 def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
     if values["watch"] is not None:
         return _watch(values)
     result = carry_out(values, "stats", {}, "reading the store")
     if not _is_printed_as_json(values, result):
-        from kvstore.service.command.stats_tables import show_stats
+        from kvstore.service.command.store_tables import show_stats
 
         show_stats(result, _tables().console())
     return EXIT_OK
@@ -77,7 +64,7 @@ def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
 
 def _watch(values: Mapping[str, Any]) -> int:
     """Run until Ctrl-C, which is no failure here. In a terminal the numbers stay in place."""
-    from kvstore.service.command.stats_tables import live_stats
+    from kvstore.service.command.store_tables import live_stats
 
     try:
         with live_stats(_tables().console()) as show:
@@ -145,8 +132,19 @@ SESSION_VERBS = {
 }
 
 
-def _command(name: str, run: Run, options: tuple[Option, ...], examples: str, takes: str = "") -> tuple[Run, Command]:
-    return run, Command(name, {"flags": (STORE, JSON, *options)}, examples, takes and f"[{takes}]", takes, bool(takes))
+def _command(
+    name: str, run: Run, options: tuple[Option, ...], examples: str, takes: str = ""
+) -> tuple[Callable[[Told], int], Command]:
+    def carried_out(given: Told) -> int:
+        values = given.values
+        values["store"] = values["store"] or STORE.reads.read(STORE.flag, default_store())
+        tolerate_any_text()
+        tell_in_lines()
+        return run(values, given.arguments)
+
+    return carried_out, Command(
+        name, {"flags": (STORE, JSON, *options)}, examples, takes and f"[{takes}]", takes, bool(takes)
+    )
 
 
 STORE_COMMANDS = {

@@ -16,7 +16,7 @@ from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.process.child import tell_in_lines
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, RequestError, StoreError
-from kvstore.service.settings.chat_options import ChatOptions
+from kvstore.service.settings.engine_options import ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,6 +105,11 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
+def counted(number: int, what: str) -> str:
+    """The number with its noun, in the plural where that is right."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def turn_summary(output: RequestOutput, elapsed_s: float) -> str:
     """One line of a turn's numbers; `elapsed_s` is the time from the message to the end of the answer."""
     usage = output.usage
@@ -178,7 +183,7 @@ class TerminalChat:
         if not said:
             return
         num_turns = sum(message["role"] == "user" for message in said)
-        self._dim(f"resuming {self._session.session_id} after {num_turns:,} turn{'s' * (num_turns != 1)}")
+        self._dim(f"resuming {self._session.session_id} after {counted(num_turns, 'turn')}")
         for message in said[-2:]:
             text = printable(message["content"])
             end = " [...]" if len(text) > MAX_SHOWN_CHARS else ""

@@ -5,11 +5,10 @@ Knows flags and text; starts nothing, and needs no vLLM.
 
 import json
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 from kvstore.config import SWITCH, ValueForm, parse_size
-from kvstore.service.settings.config_file import told
+from kvstore.service.settings.config_file import Told
 from kvstore.service.settings.options import STORE, Command, Option, default_store
 
 CAPACITY = ValueForm("SIZE", parse_size, "a size above 0, such as 8GiB", low=1)
@@ -59,11 +58,8 @@ def transfer_config(store: str, cpu_bytes: int, disk_bytes: int, on_cpu: bool) -
     }
 
 
-def run_vllm_config(argv: list[str], environment: Mapping[str, str]) -> int:
-    """Raises UsageError and ConfigError for its flags; returns the exit code."""
-    given = told(COMMAND, argv, environment)
-    if given is None:
-        return 0
+def run_vllm_config(given: Told) -> int:
+    """Raises ConfigError where there is no default store; returns the exit code."""
     values = given.values
     store = values["store"] or STORE.reads.read(STORE.flag, default_store())
     transfer = transfer_config(str(store), values["cpu"], values["disk"], values["on_cpu"])

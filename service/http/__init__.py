@@ -3,22 +3,20 @@
 Knows no route.
 
 - `access`: keys, tenants, Host and Origin
-- `connection`: one TCP connection: deadlines of heads and readers, the cap
-- `descriptors`: raises the limit on open files; logs when connections cannot be accepted
+- `connection`: TCP connections: deadlines of heads and readers, the cap, enough open files
 - `errors`: errors in OpenAI's shape, and which exception becomes which
-- `fields`: unknown fields of a body: which are refused, and which ignored
 - `limits`: how much runs and waits, how long a request may take
 - `logs`: one line a request, text or JSON
-- `routes`: what a route declares
+- `routes`: what a route declares, and how it answers in JSON
 
 Decisions:
 
 aiohttp has no deadline for heads, and none for readers that stop reading; `connection` adds both. A disconnect cancels
 the handler, which ends its request within a step.
 
-When a request's time is over, its client is told first. The handler is a task of its own. It has a second to release
-what it holds, and then goes on without its client, because a turn waits for the engine, which may never answer. Until
-the engine's process answers or is killed, the handler keeps its place in the limits and its session.
+When a request's time is over, its handler is cancelled and tells the client. The answer is a task of its own: it is
+told to end, and goes on without its client, because a turn waits for the engine, which may never answer. Until the
+engine's process answers or is killed, the answer keeps its place in the limits and its session.
 
 Limits count sequences, not requests: a request counts by the work that it asks for. Where there are several tenants,
 none may hold more than half of the queue that the others leave free.

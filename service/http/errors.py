@@ -53,6 +53,10 @@ class ApiError(Exception):
         return ErrorBody(ErrorInfo(self.message, self.type, self.param, self.code))
 
 
+class ReaderGone(ConnectionError):
+    """The reader is gone: the connection was closed, or dropped because its reader received nothing for too long."""
+
+
 def bad_request(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
     """A 400. param: the wrong field."""
     return ApiError(400, message, param=param, code=code)
@@ -78,6 +82,23 @@ _REFUSED: tuple[tuple[type[Exception], int, str], ...] = (  # with the error's o
     (kv.ConfigError, 400, "invalid_value"),  # arguments of an administrator's command
 )
 
+_UNAVAILABLE: tuple[tuple[type[Exception], str, str], ...] = (  # with this message, else the error's own
+    (kv.EngineClosedError, "engine_closed", "the server is shutting down or its engine has failed"),
+    (kv.EngineDiedError, "engine_died", "the engine has ended and may be started again; try again"),
+    (kv.EngineOverloadedError, "server_overloaded", "the engine takes no more at the moment; try again"),
+    (
+        kv.StoreLostError, "store_lost",
+        "not kept: what the store held was removed or replaced while it was open; the server's log says more",
+    ),
+    (kv.DiskFullError, "store_degraded", ""),
+    (kv.DegradedError, "store_degraded", "the disk tier cannot write at the moment: what was to be kept is not"),
+    (
+        kv.RemoteError, "session_store_unavailable",
+        "the store of sessions does not answer at the moment, or cannot store: what was to be kept is not",
+    ),
+    (kv.StoreError, "store_error", "the store could not carry this out"),
+)  # fmt: skip
+
 
 def api_error(error: Exception) -> ApiError:
     """The answer to an exception; anything not known to be the client's fault is an "internal error"."""
@@ -92,24 +113,10 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(
                 status, str(error), type=type_, param=getattr(error, "param", None), code=code, headers=headers
             )
-    if isinstance(error, kv.EngineClosedError):
-        return unavailable("the server is shutting down or its engine has failed", "engine_closed")
-    if isinstance(error, kv.EngineDiedError):
-        return unavailable("the engine has ended and may be started again; try again", "engine_died")
-    if isinstance(error, kv.EngineOverloadedError):
-        return unavailable("the engine takes no more at the moment; try again", "server_overloaded", 1)
-    if isinstance(error, kv.StoreLostError):
-        lost = "not kept: what the store held was removed or replaced while it was open; the server's log says more"
-        return unavailable(lost, "store_lost", is_final=True)
-    if isinstance(error, kv.DiskFullError):
-        return unavailable(str(error), "store_degraded")
-    if isinstance(error, kv.DegradedError):
-        return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
-    if isinstance(error, kv.RemoteError):
-        away = "the store of sessions does not answer at the moment, or cannot store: what was to be kept is not"
-        return unavailable(away, "session_store_unavailable")
-    if isinstance(error, kv.StoreError):
-        return unavailable("the store could not carry this out", "store_error")
+    for kind, code, message in _UNAVAILABLE:
+        if isinstance(error, kind):
+            retry_after_s = 1 if kind is kv.EngineOverloadedError else RETRY_AFTER_S
+            return unavailable(message or str(error), code, retry_after_s, is_final=kind is kv.StoreLostError)
     if isinstance(error, web.HTTPException):
         return _http_error(error)
     return ApiError(500, "internal error", type="server_error", code="internal_error")

@@ -4,9 +4,9 @@ The limits count sequences: each choice of each prompt is one, so that a request
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 from kvstore.service.http.errors import NO_RETRY, ApiError, unavailable
 from kvstore.service.settings.serve_options import ServeOptions
@@ -15,14 +15,6 @@ RETRY_AFTER_S = 1
 SEQUENCES_PER_REQUEST = 32  # of all that wait or run, on average: so --max-queue bounds sequences, too
 MAX_LARGE_BYTES = 2**28  # of large bodies that are read at once; a small one never waits for them
 LARGE_BODY_BYTES = 2**20
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """What it has waiting or running."""
-
-    num_requests: int = 0
-    num_sequences: int = 0
 
 
 class Deadline:
@@ -57,15 +49,19 @@ class Limits:
         self._options = options
         self.is_shared = is_shared
         self._max_sequences = SEQUENCES_PER_REQUEST * options.max_queue
-        self._tenants: dict[str, _Tenant] = {}
+        self._requests: Counter[str] = Counter()  # by tenant, that wait or run
+        self._sequences: Counter[str] = Counter()  # theirs
         self._deadlines: set[Deadline] = set()
         self.large_bodies = asyncio.Semaphore(max(2, MAX_LARGE_BYTES // options.max_body_bytes))
-        self.num_admitted = 0  # requests that wait or run, of all tenants
-        self.num_sequences = 0  # theirs
 
     def counts(self) -> dict[str, int]:
         """How many sequences of each tenant wait or run."""
-        return {name: tenant.num_sequences for name, tenant in self._tenants.items()}
+        return dict(+self._sequences)
+
+    @property
+    def num_admitted(self) -> int:
+        """The number of requests that wait or run, of all tenants."""
+        return self._requests.total()
 
     @property
     def num_open(self) -> int:
@@ -80,21 +76,25 @@ class Limits:
         Raises ApiError 400 when it asks for more than ever fits, 503 when the server is full, 429 when the tenant has
         as much of it as the others leave to it.
         """
-        self._check_room(self._tenants.get(name, _Tenant()), num_sequences)
-        tenant = self._tenants.setdefault(name, _Tenant())
-        self._count(tenant, 1, num_sequences)
+        self._check_room(name, num_sequences)
+        self._requests[name] += 1
+        self._sequences[name] += num_sequences
         try:
             yield
         finally:
-            self._count(tenant, -1, -num_sequences)
-            if not tenant.num_requests:
-                del self._tenants[name]
+            self._requests[name] -= 1
+            self._sequences[name] -= num_sequences
+            if not self._requests[name]:
+                del self._requests[name], self._sequences[name]
 
-    def _check_room(self, tenant: _Tenant, num_sequences: int) -> None:
+    def _check_room(self, name: str, num_sequences: int) -> None:
         """Where there are several tenants, each has at most half of what the others leave free, so a newcomer finds
         room.
         """
-        max_requests, share = self._options.max_queue, 2 if self.is_shared else 1
+        share = 2 if self.is_shared else 1
+        own_requests, own_sequences = self._requests[name], self._sequences[name]
+        free_requests = self._options.max_queue - self.num_admitted
+        free_sequences = self._max_sequences - self._sequences.total()
         largest = self._max_sequences // share
         if num_sequences > largest:
             raise ApiError(
@@ -103,25 +103,19 @@ class Limits:
                 f"{largest} in one request; send several smaller ones",
                 code="too_many_sequences",
             )
-        if self.num_admitted >= max_requests or self.num_sequences + num_sequences > self._max_sequences:
+        if free_requests < 1 or num_sequences > free_sequences:
             raise unavailable("the server is full; try again", "server_overloaded", RETRY_AFTER_S)
-        most = max(1, (max_requests - self.num_admitted + tenant.num_requests) // share)
-        most_sequences = max(1, (self._max_sequences - self.num_sequences + tenant.num_sequences) // share)
-        if tenant.num_requests + 1 > most or tenant.num_sequences + num_sequences > most_sequences:
+        most = max(1, (free_requests + own_requests) // share)
+        most_sequences = max(1, (free_sequences + own_sequences) // share)
+        if own_requests + 1 > most or own_sequences + num_sequences > most_sequences:
             raise ApiError(
                 429,
-                f"this key has {tenant.num_requests} requests with {tenant.num_sequences} sequences waiting or "
+                f"this key has {own_requests} requests with {own_sequences} sequences waiting or "
                 "running, and other keys need the rest of the room; try again",
                 type="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
-
-    def _count(self, tenant: _Tenant, num_requests: int, num_sequences: int) -> None:
-        self.num_admitted += num_requests
-        self.num_sequences += num_sequences
-        tenant.num_requests += num_requests
-        tenant.num_sequences += num_sequences
 
     @asynccontextmanager
     async def body(self, num_bytes: int | None) -> AsyncIterator[None]:

@@ -1,30 +1,33 @@
 """One server of a fleet, as Ray runs it: the same as `kvstore serve` alone, on a socket that only its process uses.
 
 Requests come over that socket as over a port. So limits, keys, streams, and what happens when a client goes are the
-server's own, in one implementation.
+server's own, in one implementation. Its store is the first directory below a shared one that no other replica has, so
+that one that is started again finds what the one before it left: Ray's own names are new each time.
 """
 
 import asyncio
+import fcntl
 import gc
 import logging
+import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from kvstore.config import parse_endpoint
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, StoreError
 from kvstore.service.api.health import watch
-from kvstore.service.http.descriptors import ensure_descriptors
+from kvstore.service.http.connection import ensure_descriptors
 from kvstore.service.http.errors import ApiError, unavailable
 from kvstore.service.http.logs import log, set_up_logging
-from kvstore.service.replicas.places import ReplicaPlace
 from kvstore.service.server import Server, open_engine, store_of
 from kvstore.service.settings.options import default_store
 from kvstore.service.settings.serve_options import ServeOptions
@@ -34,6 +37,35 @@ OF_ONE_HOP = {  # headers that belong to a connection, not to what it carries
     "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect",
 }  # fmt: skip
 Headers = list[tuple[bytes, bytes]]
+
+
+class ReplicaPlace:
+    """A replica's directory, its own until the process ends, however it does. name: "replica-0" and so on."""
+
+    def __init__(self, store: Path, number: int, fd: int) -> None:
+        self.number, self.name = number, f"replica-{number}"
+        self.path = store / self.name
+        self._fd = fd
+
+    @classmethod
+    def below(cls, store: Path) -> Self:
+        """Raises StoreError where nothing can be made there."""
+        store = store.expanduser()
+        try:
+            store.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for number in count():
+                fd = os.open(store / f"replica-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return cls(store, number, fd)
+                except BlockingIOError:
+                    os.close(fd)
+        except OSError as error:
+            raise StoreError(f"--store {store} cannot be used: {error.strerror or error}") from None
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 @dataclass(frozen=True, slots=True)

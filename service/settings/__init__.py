@@ -2,9 +2,8 @@
 
 Knows no route and starts nothing.
 
-- `chat_options`: the flags of `kvstore chat`
 - `config_file`: where values come from: flag, environment, file, default; `--print-config`
-- `engine_options`: the flags that `serve` and `chat` share, and what they say to the engine
+- `engine_options`: the flags that `serve` and `chat` share, what they say to the engine, and the other flags of `chat`
 - `options`: flags, and the forms of their values
 - `serve_options`: the flags of `kvstore serve` and their checked values
 """

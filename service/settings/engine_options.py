@@ -1,20 +1,21 @@
-"""The flags that `serve` and `chat` share, made from the fields of the engine's configuration.
+"""The flags that `serve` and `chat` share, made from the fields of the engine's configuration; and those of `chat`.
 
 Loads no engine.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore.config import SWITCH, CacheTiers
+from kvstore.config import SESSION_ID, SWITCH, TEXT, CacheTiers, ValueForm, matching, one_of, setting, whole
 from kvstore.engine.config import EngineConfig
 from kvstore.errors import ConfigError, ModelError, in_python
-from kvstore.service.settings.chat_options import ChatOptions
 from kvstore.service.settings.options import (
     DEFAULT,
     DEFAULT_PATH,
+    LIFETIME,
+    TTL,
     Command,
     Option,
     OptionValue,
@@ -23,6 +24,8 @@ from kvstore.service.settings.options import (
 )
 from kvstore.service.settings.serve_options import ServeOptions
 
+TEMPERATURE = ValueForm(parse=float, accepts="a number from 0 to 100", low=0, high=100)
+ID = ValueForm("ID", matching(SESSION_ID), "1 to 128 letters, digits, '-' or '_'")
 DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
 OF_SERVERS = ("disk_per_tenant", "role", "prefill_url")  # tenants need keys, and only a server has those and a role
 SERVE_EXAMPLES = """Prefer KVSTORE_API_KEY or --api-key-file to --api-key: all users can see a command line.
@@ -36,6 +39,25 @@ CHAT_EXAMPLES = """examples:
   kvstore chat
   kvstore chat --store ~/store --disk 20GiB --session anna    kept, and resumed the next time
   echo "Hello" | kvstore chat Qwen/Qwen3-0.6B --max-tokens 100"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The flags of `kvstore chat` about the conversation; the engine's own options travel apart."""
+
+    temperature: float = setting(0.0, TEMPERATURE, "0 is greedy")
+    max_tokens: int | None = setting(
+        None, whole(1, 2**31), "tokens of one answer at most", shown="what remains of the window"
+    )
+    system: str | None = setting(None, TEXT, "system prompt")
+    session: str = setting("terminal", ID, "id of the conversation")
+    truncation: str = setting("auto", one_of("auto", "disabled"), "auto drops the oldest turns when the window is full")
+    truncation_reuse: str = setting(
+        "reencode",
+        one_of("reencode", "exact"),
+        "after a truncation, reencode keeps the KV of what stays, exact computes it again",
+    )
+    ttl_s: float | None = setting(None, LIFETIME, TTL, shown="none")
 
 
 OWN_OPTIONS: dict[str, type] = {"serve": ServeOptions, "chat": ChatOptions}  # beside the engine's options

@@ -23,6 +23,10 @@ REMOVED = {  # what has been an option, by its key, and what to use instead
     "max_queue_per_key": "one tenant has at most half of the --max-queue that others leave",
     "queue_timeout": "--request-timeout bounds a request from its arrival on",
 }
+REMOVED_FLAGS = dict.fromkeys(  # which had no variable and no key of the settings file
+    ("--servers", "--routing", "--network", "--remote-bandwidth", "--restart"),
+    "docs/fleet.md has what simulated fleets showed; plan replays one server",
+)
 COMMANDS = {
     "serve": "answer over HTTP: sessions, the OpenAI API, a web page",
     "chat": "talk to a model in the terminal",
@@ -251,7 +255,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """The rest of a message about a word that is not known: what has taken its place, the one that was probably meant,
     or what there is.
     """
-    if (instead := REMOVED.get(key_of(word))) is not None:
+    if (instead := REMOVED_FLAGS.get(word) or REMOVED.get(key_of(word))) is not None:
         return f", as it has been removed: {instead}"
     known = list(known)
     begun = [one for one in known if one.lstrip("-").startswith(word.lstrip("-")) and len(word.lstrip("-")) > 1]

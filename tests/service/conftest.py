@@ -10,10 +10,12 @@ import pytest
 
 from kvstore.service.command import cli
 from kvstore.service.http.logs import LOGGER, JsonFormatter, TextFormatter
+from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.service.browser import Tabs, chromium
 from tests.support.service.server_process import without_progress
 from tests.support.service.serving import Serving
 from tests.support.service.talking import tenants
+from tests.support.shared_sessions import SECRET_TEXT
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,20 @@ def server(both: tuple[Serving, Serving]) -> Iterator[Serving]:
     """As its first tenant sees it; nothing may be left of a test."""
     yield both[0]
     both[0].wait_until_idle()
+
+
+@pytest.fixture
+def fleet_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT)
+
+
+@pytest.fixture
+def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fleet_secret: None) -> Iterator[RedisServer]:
+    """A Redis of the test's fleet. Servers of this process do not give it up for being slow."""
+    wait_for_answers(monkeypatch)
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,11 @@
-"""Two tenants on one server: nothing of one is a hit, a session, a retry or a word for the other, on any tier."""
+"""Two tenants on one server: nothing of one is a hit, a session, a retry or a word for the other, on any tier; nor on
+another server that shares KV. And a small request is answered beside very many sequences of somebody else.
+"""
 
+import json
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
 
@@ -9,11 +13,12 @@ import pytest
 
 from kvstore.service.app import ROUTES
 from kvstore.service.http.logs import LOGGER
-from tests.support.service.serving import ADMIN, ADMIN_KEY
-from tests.support.service.talking import SHORT, Stream, chat, talking_body, tenants
+from tests.support.buckets import Directory, need_obstore
+from tests.support.by_hand import held
+from tests.support.service.serving import ADMIN, ADMIN_KEY, raw_request, serving
+from tests.support.service.talking import SHORT, TALKING_ROUTES, Stream, chat, talking_body, tenants
 
 TIERS = {"hbm": "2MiB", "cpu": "64MiB", "disk": "128MiB"}
-TALKING_ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 WORDS = "the sea and a long walk by it in the evening with an old friend who likes to talk about ships".split()
 
 
@@ -128,6 +133,8 @@ def test_a_salt_separates_within_a_tenant(pair, route):
 
 # -- sessions --------------------------------------------------------------------------------------------------------
 BODIES = {"/sessions/{id}/pin": {"ttl": 60}, "/sessions/{id}/truncate": {"turns": 1}}
+
+
 OF_A_SESSION = [(one.method, one.path) for one in ROUTES if re.match(r"/(sessions|v1/responses)/\{id", one.path)]
 
 
@@ -236,6 +243,8 @@ def test_answers_are_recognised_for_who_got_them(pair, salt):
 
 
 SECRET = "Xanthippe_of_4711"
+
+
 WRONG = [
     ("/chat", {"message": SECRET, "temperature": -1}), ("/chat", {"message": SECRET, "session_id": "0" * 32}),
     ("/chat", {"message": {"role": "king", "content": SECRET}}), ("/chat", {"message": SECRET, "n": SECRET}),
@@ -269,3 +278,84 @@ def test_errors_metrics_and_logs_tell_no_prompt_and_no_tenant(both, lines):
     assert len(logged) > len(WRONG) and not any(SECRET in line or alice.key in line for line in logged)
     for path in ("/sessions", "/health", "/version", "/v1/models", "/openapi.json"):
         assert not re.search(f"{SECRET}|alice", bob.get(path).body.decode())
+
+
+def options(folder, shared):
+    folder.mkdir()
+    tiers = {**TIERS, "path": folder / "store", "remote": shared.url}
+    return folder, {"engine": {"cache_tiers": tiers, "load": "always", "max_model_len": 768}}
+
+
+def test_tenants_stay_apart_on_another_server_both_ways(redis, tmp_path):
+    one, other = options(tmp_path / "one", redis), options(tmp_path / "other", redis)
+    route, said = "/v1/chat/completions", text_of("said by alice")
+    with tenants(one[0], **one[1]) as (alice, bob), tenants(other[0], **other[1]) as (alice_there, bob_there):
+        assert ask(alice, route, said)["all"] == 0
+        alice.engine.flush()
+        assert ask(bob_there, route, said)["all"] == 0, "another tenant on another server"
+        found = ask(alice_there, route, said)
+        assert found["remote"] == found["all"] == found["whole"] >= 32, found
+        mine = text_of("said by bob")
+        assert ask(bob_there, route, mine)["all"] == 0
+        bob_there.engine.flush()
+        assert ask(alice, route, mine)["all"] == 0, "and back"
+        found = ask(bob, route, mine)
+        assert found["remote"] == found["all"] == found["whole"] >= 32, found
+        for server in (alice, alice_there):
+            server.wait_until_idle()
+
+
+@pytest.mark.parametrize("route", ["/chat", "/v1/chat/completions"])
+@pytest.mark.usefixtures("fleet_secret")
+def test_another_conversation_hits_the_system_prompt_in_a_directory(tmp_path, route):
+    need_obstore()
+    shared = Directory(tmp_path / "objects")
+    one, other = options(tmp_path / "one", shared), options(tmp_path / "other", shared)
+    system = {"role": "system", "content": " ".join(WORDS * 4)}
+
+    def body(*said: str) -> dict:
+        roles = ["user", "assistant"] * len(said)
+        return {"messages": [system, *({"role": r, "content": s} for r, s in zip(roles, said, strict=False))], **SHORT}
+
+    with tenants(one[0], **one[1]) as (here, _), tenants(other[0], **other[1]) as (there, _):
+        begun = "My dog is called Biscuit, and he likes the sea.", "What a good name for a dog who likes it."
+        assert here.post(route, body(*begun, "What does my dog like?")).status == 200
+        here.engine.flush()
+        num_system = len(there.engine.chats.language.chat_template().head_ids([system])) // 16 * 16
+        assert num_system >= 64
+        found = there.post(route, body("Who likes to walk by the sea?")).json()["usage"]["prompt_tokens_details"]
+        assert found["cached_tokens_details"]["remote"] == found["cached_tokens"] == num_system
+        for server in (here, there):
+            server.wait_until_idle()
+
+
+def test_a_request_counts_by_its_prompts_and_choices():
+    with serving(max_queue=1) as server, ThreadPoolExecutor(1) as client:
+        body = {"prompt": ["a"] * 11, "n": 3, "max_tokens": 1}
+        reply = server.post("/v1/completions", body)
+        assert (reply.status, reply.error["code"]) == (400, "too_many_sequences")
+        assert "33 sequences" in reply.error["message"] and "32" in reply.error["message"]
+        assert server.post("/v1/completions", body | {"n": 2}).status == 200
+        server.wait_until_idle()
+        body = {"messages": [{"role": "user", "content": "a"}], "n": 9, "max_tokens": 1}
+        with held(server.engine):
+            reply = client.submit(server.post, "/v1/chat/completions", body)
+            server.wait_until(lambda: server.context.limits.num_sequences == 9, "they are counted")
+        assert reply.result().status == 200
+        server.wait_until_idle()
+
+
+def test_another_tenant_is_answered_beside_a_request_of_256_prompts_with_16_choices(tmp_path):
+    """It ended before only because all of the first tenant's sequences had."""
+    flood = {"prompt": [f"{i} is" for i in range(256)], "n": 16, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with tenants(tmp_path, engine={"max_num_seqs": 16}) as (alice, server), server.connect() as raw:
+        sent = {"Authorization": f"Bearer {alice.key}", "Content_Type": "application/json"}
+        raw.sendall(raw_request("POST", "/v1/completions", json.dumps(flood).encode(), **sent))
+        scheduler = server.engine.loop.scheduler
+        server.wait_until(lambda: scheduler.num_running == 16 and scheduler.num_waiting > 200, "all places are taken")
+        small = {"prompt": "tea", "max_tokens": 3, "ignore_eos": True}
+        reply = server.post("/v1/completions", small)
+        assert reply.status == 200 and reply.json()["usage"]["completion_tokens"] == 3
+        assert scheduler.num_waiting > 200, "the first tenant's are far from their end"
+        raw.close()
+        server.wait_until_idle()

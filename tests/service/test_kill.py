@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,30 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvstore import Engine
 from kvstore.disk.directory import StoreDirectory
+from kvstore.service.app import ROUTES
 from kvstore.sessions.store import open_sessions
 from tests.support.service.clients import Clients
-from tests.support.service.server_process import ServerProcess, launch, launched, verify
-from tests.support.service.talking import LONG, Stream, chat
+from tests.support.service.server_process import ServerProcess, launch, launched, run_command, verify
+from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
+from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, chat, talking_body
 from tests.support.waiting import wait_until
 
 NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 60
 SOON = ("--shutdown-timeout", "0.1")
 WITH_SIGHUP = ("env", "--default-signal=HUP")  # also where the tests were started with it ignored
+HELLO = "Hello, I am {}, and my dog is called Rex. What is the name of my dog? And what is my name?"
+MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
+REQUEST_S = 8.0
+BODIES = {
+    **{path: {**talking_body(path, "Hello"), **SHORT} for path in TALKING_ROUTES},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/sessions/{id}/pin": {"ttl": 5},
+    "/sessions/{id}/truncate": {"turns": 1},
+    "/admin/evict": {"all": True},
+}
 
 
 @pytest.fixture
@@ -143,27 +158,19 @@ def end_while_it_streams(
     return session_id, ["Hello, my name is Anna.", kept["message"]["content"]]
 
 
-def test_a_server_that_is_hung_up_twice_says_so_to_its_streams(store):
-    """As a shell does that passes on what the kernel has sent already. The test of kills sends SIGTERM."""
+def test_a_terminal_that_is_closed_ends_it_in_order_and_a_shell_may_hang_up_once_more(store):
+    """The kernel tells all its processes, and a shell may pass on what the kernel has sent already."""
+    ours, theirs = pty.openpty()
+    in_terminal = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
 
     def hang_up_twice(server: ServerProcess) -> None:
-        server.process.send_signal(signal.SIGHUP)
+        os.close(ours)
         wait_until(lambda: '"stopping"' in server.log.read_text(), "it ends")
         server.process.send_signal(signal.SIGHUP)
 
-    with launched(store, *SOON, within=WITH_SIGHUP) as server:
-        session_id, said = end_while_it_streams(server, hang_up_twice)
-    verify(store)
-    assert stored_turns(store) == {session_id: said}
-
-
-def test_a_terminal_that_is_closed_ends_it_in_order(store):
-    """The kernel tells all its processes."""
-    ours, theirs = pty.openpty()
-    in_terminal = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
     with launched(store, *SOON, within=(*WITH_SIGHUP, *in_terminal)) as server:
         os.close(theirs)
-        session_id, said = end_while_it_streams(server, lambda _: os.close(ours))
+        session_id, said = end_while_it_streams(server, hang_up_twice)
     verify(store)
     assert stored_turns(store) == {session_id: said}
 
@@ -173,3 +180,128 @@ def stored_turns(store: Path) -> dict[str, list[str]]:
     with StoreDirectory.open(store) as directory, closing(open_sessions(directory)) as sessions:
         keys = [head.key for head in sessions.list("")]
         return {key.session_id: [message["content"] for message in sessions.load(key).messages] for key in keys}
+
+
+def engines(server: ServerProcess) -> list[dict]:
+    reply = server.admin("GET", "/admin/stats")
+    assert reply.status == 200, reply.body
+    return reply.json()["replicas"]
+
+
+def begin(server: ServerProcess, session_id: str) -> Stream:
+    stream = Stream(server, "/chat", {"message": "Tell me more.", "session_id": session_id, **LONG})
+    assert stream.status == 200 and stream.next() is not None
+    return stream
+
+
+def hangs_and_is_replaced(server: ServerProcess) -> None:
+    os.kill(engines(server)[1]["process"]["pid"], signal.SIGSTOP)
+    wait_until(lambda: "replica_down" in server.get("/health").json()["reasons"], "health says so")
+    assert server.get("/ready").status == 200 and server.get("/health").json()["status"] == "degraded"
+    assert [chat(server, HELLO.format(name))["turn"] for name in ("Anna", "Bob", "Carl")] == [1, 1, 1]
+    wait_until(lambda: server.get("/health").json()["status"] == "ok", "it was replaced")
+    assert [one["process"]["restarts"] for one in engines(server)] == [1, 1]
+
+
+def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_path):
+    store, flags = tmp_path / "store", ("--data-parallel-size", "2", "--engine-timeout", "15")
+    with launched(store, *flags) as server:
+        assert len(server.cores) == 2
+        sessions = [chat(server, HELLO.format(name))["session_id"] for name in ("Anna", "Bob")]
+        server.flush()
+        streams = [begin(server, session_id) for session_id in sessions]
+        assert [one["process"]["requests"] for one in engines(server)] == [1, 1]
+        killed = engines(server)[0]["process"]["pid"]
+        os.kill(killed, signal.SIGSTOP)  # so that it is not started again before we have looked
+        os.kill(killed, signal.SIGKILL)
+        ends = [stream.rest() for stream in streams]
+        failed = [next((event["error"] for event in events if "error" in event), None) for events in ends]
+        assert sorted(error is None for error in failed) == [False, True]
+        [error] = [error for error in failed if error is not None]
+        assert set(error) >= {"message", "type", "param", "code"}
+        assert all(events[-1] == "[DONE]" for events in ends)
+        assert server.get("/ready").status == 200
+        for session_id, error in zip(sessions, failed, strict=True):
+            answer = chat(server, "And what is my name?", session_id)
+            assert answer["turn"] == (3 if error is None else 2)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+        wait_until(lambda: server.get("/health").json() == {"status": "ok", "reasons": []}, "both answer")
+        page = server.get("/metrics").body.decode()
+        assert 'kvstore:replica_up{replica="0"} 1.0' in page and 'kvstore:replica_requests{replica="1"}' in page
+        hangs_and_is_replaced(server)
+        shown = run_command("stats", "--store", store)
+        assert shown.returncode == 0 and "2 of 2 answer; open requests: 0 and 0" in shown.stdout, shown
+        assert run_command("evict", "--store", store, "--all").returncode == 0
+        assert server.admin("GET", "/admin/stats").json()["disk"]["blocks"] == 0
+        answer = chat(server, "And my dog?", sessions[0])
+        server.flush()
+        processes = server.cores
+        server.process.terminate()
+        assert server.process.wait(60) == 0 and len(processes) == 2 and all(map(is_gone, processes))
+    verify(store)
+    with launched(store) as server:  # one engine again
+        again = chat(server, "And again?", sessions[0])
+        assert again["turn"] == answer["turn"] + 1
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["disk"] >= 16
+
+
+def ask(server: Serving, route, session_id: str, deleted: str) -> tuple[str, Reply]:
+    """What a client of this route gets. DELETE names a conversation of its own: an answer's deletion would be first."""
+    path = route.path.replace("{id:.+}", "{id}")
+    body = BODIES.get(path, {}) if route.method == "POST" else None
+    named = f"resp_{session_id}_1" if "responses" in path else session_id
+    named = deleted if (route.method, path) == ("DELETE", "/sessions/{id}") else named
+    reply = server.request(route.method, path.replace("{id}", named), body, ADMIN if route.access == "admin" else None)
+    return f"{route.method} {path}", reply
+
+
+def chat_once(server: Serving, message: str) -> dict:
+    """A turn that is answered in time, which on a busy machine may need some tries."""
+    for _ in range(30):
+        reply = server.post("/chat", {"message": message, **SHORT})
+        if reply.status != 504:
+            break
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine_goes_on(model, tmp_path):
+    """Also what waits for the engine to say that it has let go: a stream, a turn and a call that began before."""
+
+    def opened():
+        tiers = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB", "path": tmp_path / "store"}
+        return Engine(model, tiers, device="cpu", silence_s=600.0, process="own")
+
+    with serving(engine_factory=opened, request_timeout_s=REQUEST_S, api_key=KEY, admin_key=ADMIN_KEY) as server:
+        known, deleted = (chat_once(server, "Hello")["session_id"] for _ in range(2))
+        long = {"message": "Hello", "max_tokens": 1900, "ignore_eos": True}
+        stream = Stream(server, "/chat", long)
+        assert "session_id" in stream.next()
+        os.kill(server.engine.core.pid, signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(64) as clients:
+                asked = [clients.submit(ask, server, route, known, deleted) for route in ROUTES]
+                streamed = clients.submit(stream.rest)
+                begun = Stream(server, "/v1/chat/completions", BODIES["/v1/chat/completions"])  # while all others ask
+                found = dict(one.result() for one in asked)
+                *_, error, done = streamed.result()
+            assert (error["error"]["code"], done) == ("request_timeout", "[DONE]")
+            begun.leave()
+            assert begun.status == 504
+            late = {name: reply for name, reply in found.items() if reply.status == 504}
+            assert {reply.error["code"] for reply in late.values()} == {"request_timeout"}
+            waits = {"POST /chat", "POST /v1/completions", "POST /v1/responses", "DELETE /sessions/{id}",
+                     "POST /admin/flush", "GET /admin/stats"}  # fmt: skip
+            assert waits <= late.keys()
+            answered = {name for name, reply in found.items() if reply.status == 200}
+            assert {"GET /metrics", "GET /v1/models", "GET /health", "POST /tokenize", "GET /"} <= answered
+            assert all(reply.status in (200, 400, 404, 503, 504) for reply in found.values()), found
+            server.wait_until(lambda: server.engine.core.silent_s > 5.0, "the silence is noticed")
+            assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
+            assert server.get("/ready").status == 503
+            assert b"kvstore:engine_up 0.0" in server.get("/metrics").body
+        finally:
+            os.kill(server.engine.core.pid, signal.SIGCONT)
+        server.wait_until_idle()
+        assert server.get("/ready").status == 200 and server.engine.core.pid is not None
+        assert chat_once(server, "Hello again")["turn"] == 1

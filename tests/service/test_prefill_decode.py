@@ -1,9 +1,11 @@
 """Two servers, one that prefills and one that decodes, over one Redis: one conversation, whatever happens to the first.
 
-Tokens are those of one server alone.
+Tokens are those of one server alone. And POST /prefill itself: who may call it, and that all blocks of a prompt are in
+the shared tier before it says so.
 """
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore import CacheTiers
+from kvstore.remote.names import PREFILL_KEY, fleet_secret
+from kvstore.service.server import fleet_key_of
+from tests.support.engines import tokens
 from tests.support.redis_server import RedisServer, free_port
-from tests.support.service.server_process import ServerProcess, launch, run_command
+from tests.support.service.server_process import ServerProcess, launch
+from tests.support.service.serving import KEY, serving
 from tests.support.service.talking import SHORT, chat
+from tests.support.shared_sessions import SECRET_TEXT, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
-SECRET = "of a fleet of tests, long enough for it\n"
+PROMPT = tokens(1, 160)
 
 
 class Pair:
@@ -25,12 +32,12 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
-        (folder / "secret").touch(0o600)
-        (folder / "secret").write_text(SECRET)
         self.folder, self.port, self.redis = folder, free_port(), RedisServer(folder / "redis")
-        self.shared = ("--remote", self.redis.url, "--fleet-secret-file", str(folder / "secret"))
-        self.prefill = self.start()
-        self.decode = launch(folder / "decode", *self.shared, "--role", "decode", "--prefill-url", self.url)
+        self.shared = ("--remote", self.redis.url, "--fleet-secret-file", secret_file(folder))
+        decode = (*self.shared, "--role", "decode", "--prefill-url", self.url)
+        with ThreadPoolExecutor(2) as both:
+            starting = both.submit(self.start), both.submit(launch, folder / "decode", *decode)
+        self.prefill, self.decode = (server.result() for server in starting)
 
     @property
     def url(self) -> str:
@@ -65,11 +72,8 @@ def long(topic: str) -> str:
 
 
 def alone(*said: str) -> list[str]:
-    """Answers of a server that has no other."""
-    params = SamplingParams(temperature=0, max_tokens=SHORT["max_tokens"], ignore_eos=True)
-    with Engine(cache_tiers=CacheTiers(hbm="16MiB"), device="cpu") as engine:
-        talk = engine.chat("talk")
-        return [talk.send(text, params).text for text in said]
+    """Answers of a server that has no other, in one conversation."""
+    return answers_without_a_store([list(said)], SHORT["max_tokens"])[0]
 
 
 def text_of(answer: dict) -> str:
@@ -149,37 +153,95 @@ def test_a_shared_tier_that_is_gone_costs_time_alone(pair):
     pair.redis.start()
 
 
-def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
-    (tmp_path / "secret").touch(0o600)
-    (tmp_path / "secret").write_text(SECRET[::-1].strip())
-    flags = ("--remote", pair.redis.url, "--fleet-secret-file", str(tmp_path / "secret"), "--role", "decode")
-    stranger = launch(tmp_path / "store", *flags, "--prefill-url", pair.url)
-    try:
+def test_a_server_of_another_fleet_is_not_let_in(pair, monkeypatch):
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT[::-1])
+    tiers = {"hbm": "4MiB", "cpu": "8MiB", "remote": pair.redis.url, "role": "decode", "prefill_url": pair.url}
+    with serving(engine={"cache_tiers": tiers}) as stranger:
         wait_until(lambda: "prefill_degraded" in stranger.get("/health").json()["reasons"], "its first probe")
-        asked = stranger.admin("GET", "/admin/stats").json()["remote"]["prefill"]
-        assert "401 invalid_api_key" in asked["degraded"]
+        assert "401 invalid_api_key" in stranger.engine.stats()["remote"]["prefill"]["degraded"]
         assert text_of(chat(stranger, long("pig"))) == alone(long("pig"))[0]
-    finally:
-        stranger.kill()
+
+
+# -- POST /prefill ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.resume()
+    server.kill()
+
+
+@pytest.fixture(scope="module", params=["cpu", "disk"])
+def server(request, redis, tmp_path_factory):
+    os.environ["KVSTORE_FLEET_SECRET"] = SECRET_TEXT
+    tiers = {"hbm": "8MiB", "cpu": "8MiB", "remote": redis.url, "role": "prefill"}
+    if request.param == "disk":
+        tiers |= {"disk": "32MiB", "path": tmp_path_factory.mktemp("store")}
+    redis.ask("FLUSHALL")
+    with serving(engine={"cache_tiers": tiers}, fleet_key=fleet_key_of({"cache_tiers": tiers}), api_key=KEY) as found:
+        yield found
+    del os.environ["KVSTORE_FLEET_SECRET"]
+
+
+def ask(server, key=None, **more):
+    body = {
+        "token_ids": PROMPT,
+        "root": server.engine.facts.root("").hex(),
+        "fingerprint": server.engine.facts.fingerprint.hex(),
+    }
+    key = fleet_secret(None).derived(PREFILL_KEY).hex() if key is None else key
+    return server.post("/prefill", {**body, **more}, Authorization=f"Bearer {key}")
+
+
+def test_a_prompt_is_in_the_shared_tier_when_the_answer_comes(server, redis):
+    for length, num_blocks in ((160, 10), (100, 6), (15, 0), (0, 0)):
+        redis.ask("FLUSHALL")
+        prompt = tokens(length, length)
+        reply = ask(server, token_ids=prompt)
+        assert (reply.status, reply.json()) == (200, {"num_blocks": num_blocks})
+        assert redis.ask("DBSIZE") == num_blocks
+    server.wait_until_idle()
+
+
+def test_a_prompt_that_is_there_is_told_at_once(server, redis):
+    assert [ask(server).json()["num_blocks"] for _ in range(2)] == [10, 10]
+
+
+def test_a_prompt_is_of_the_chain_that_it_names(server):
+    root = server.engine.facts.root("ada")
+    assert ask(server, root=root.hex(), tenant="ada").json() == {"num_blocks": 10}
+    reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] in (0, 144), "only its own"
+    output = server.run(server.context.engine.generate(PROMPT, tenant="ada"))
+    assert output.usage.cached_tokens == 144
+
+
+@pytest.mark.parametrize("key", ["", KEY, "ab" * 32])
+def test_without_the_fleets_key_nothing_is_computed(server, key):
+    reply = ask(server, key)
+    assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("wrong", "status", "code"),
     [
-        (
-            ["--role", "prefill"],
-            "--remote is not set, but KV goes over it from or to a server whose role is prefill",
-        ),
-        (["--role", "decode", "--prefill-url", "http://a:1"], "to a server whose role is decode; give its URL"),
-        (
-            ["--role", "decode", "--remote", "redis://a"],
-            "--prefill-url is not set, but role is decode; give",
-        ),
-        (["--prefill-url", "http://a:1", "--remote", "redis://a"], "--prefill-url is set, but role is not decode"),
-        (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "--prefill-url is 'a:1'; give http://"),
-        (["--role", "both"], "--role is 'both'; give one of prefill, decode"),
+        ({"fingerprint": "00" * 32}, 409, "another_model"),
+        ({"root": "ab"}, 400, "invalid_value"),
+        ({"token_ids": [10**6]}, 400, "invalid_value"),
+        ({"token_ids": [1] * 2000}, 400, "context_length_exceeded"),
     ],
 )
-def test_roles_that_cannot_be_are_refused_in_one_line(flags, words):
-    found = run_command("serve", "--cpu", "8MiB", *flags, KVSTORE_FLEET_SECRET=SECRET.strip())
-    assert found.returncode == 2 and words in found.stderr and found.stderr.count("\n") == 1
+def test_what_it_cannot_compute_is_refused(server, wrong, status, code):
+    reply = ask(server, **wrong)
+    assert (reply.status, reply.error["code"]) == (status, code)
+
+
+def test_without_the_shared_tier_it_says_that_nothing_is_there(server, redis):
+    redis.kill()
+    assert ask(server, token_ids=tokens(7, 160)).json() == {"num_blocks": 0}
+    redis.start()
+    server.wait_until(lambda: not server.engine.stats()["remote"]["degraded"], "it is back")
+
+
+def test_only_a_server_of_that_role_lets_others_in():
+    assert fleet_key_of({"cache_tiers": CacheTiers()}) is None and fleet_key_of({}) is None

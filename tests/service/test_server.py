@@ -16,13 +16,13 @@ from urllib.request import urlopen
 import pytest
 
 from kvstore.engine.outputs import describe_tiers
-from kvstore.engine.sessions.chats import Language
+from kvstore.engine.sessions.chat import Language
 from kvstore.errors import ConfigError, KVStoreError, ModelError
-from kvstore.service.api.sse import EventStream
+from kvstore.service.api.answering import EventStream
 from kvstore.service.http.routes import Route
 from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
-from tests.support.service.server_process import launch, launched, run_command
+from tests.support.service.server_process import launch, launched
 from tests.support.service.serving import raw_request, read_answer, serving
 from tests.support.service.talking import LONG, Stream
 from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
@@ -264,26 +264,21 @@ def test_a_second_signal_ends_it_at_once(process):
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 
 
-def test_systemd_is_told_when_it_is_ready_and_when_it_stops(tmp_path):
+def test_systemd_is_told_when_it_is_ready_and_when_it_stops_and_under_nohup_a_closed_terminal_is_no_signal(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(TIMEOUT_S)
-        server = launch(tmp_path / "store", environment={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+        server = launch(tmp_path / "store", environment=environment, within=("nohup",))
         try:
             assert manager.recv(100) == b"READY=1"
+            server.process.send_signal(signal.SIGHUP)
+            assert server.get("/health").status == 200
             server.process.send_signal(signal.SIGTERM)
             assert manager.recv(100) == b"STOPPING=1"
             assert server.process.wait(TIMEOUT_S) == 0
         finally:
             server.kill()
-
-
-def test_under_nohup_a_closed_terminal_is_no_signal(tmp_path):
-    with launched(tmp_path / "store", within=("nohup",)) as server:
-        server.process.send_signal(signal.SIGHUP)
-        assert server.get("/health").status == 200
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(TIMEOUT_S) == 0
 
 
 def test_keys_come_and_go_while_streams_run(tmp_path):
@@ -315,10 +310,10 @@ def test_keys_come_and_go_while_streams_run(tmp_path):
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--disk", "0", "--tensor-parallel-size", "3"], "3 ranks; give --tensor-parallel-size 2"),  # by its process
-    (["--disk", "0", "--hbm", "1KiB"], "--hbm is 1.0 KiB, but one block of this model"),
+    (["--tensor-parallel-size", "3"], "3 ranks; give --tensor-parallel-size 2"),  # by its process
+    (["--hbm", "1KiB"], "--hbm is 1.0 KiB, but one block of this model"),
 ])  # fmt: skip
-def test_what_cannot_be_served_is_refused_with_2_in_one_line(tmp_path, flags, line):
-    done = run_command("serve", "--port", "0", "--store", tmp_path / "store", *flags)
-    told = [one for one in done.stderr.splitlines() if " INFO " not in one]
-    assert done.returncode == 2 and len(told) == 1 and told[0].startswith("kvstore: ") and line in told[0], done
+def test_what_cannot_be_served_is_refused_with_2_in_one_line(run, flags, line):
+    code, _, said = run("serve", "--port", "0", "--disk", "0", *flags)
+    told = [one for one in said.splitlines() if " INFO " not in one]
+    assert code == 2 and len(told) == 1 and told[0].startswith("kvstore: ") and line in told[0], said

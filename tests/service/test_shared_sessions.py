@@ -17,7 +17,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.service.server_process import ServerProcess, launch, run_command
 from tests.support.service.serving import Reply
 from tests.support.service.talking import LONG, SHORT, Stream, chat
-from tests.support.shared_sessions import DURABLE, answers_without_a_store
+from tests.support.shared_sessions import DURABLE, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 30
@@ -32,13 +32,12 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
-        (folder / "secret").touch(0o600)
-        (folder / "secret").write_text("of a fleet of tests, long enough\n")
         self.redis, self.kv = RedisServer(folder / "redis", *DURABLE), RedisServer(folder)
-        self.flags = ("--session-store", self.redis.url, "--fleet-secret-file", str(folder / "secret"),
+        self.flags = ("--session-store", self.redis.url, "--fleet-secret-file", secret_file(folder),
                       "--remote", self.kv.url)  # fmt: skip
         self.stores = [folder / "one", folder / "other"]
-        self.servers: list[ServerProcess] = [self.launch(index) for index in (0, 1)]
+        with ThreadPoolExecutor(2) as both:
+            self.servers: list[ServerProcess] = list(both.map(self.launch, (0, 1)))
 
     def launch(self, index: int) -> ServerProcess:
         return launch(self.stores[index], *self.flags)
@@ -159,19 +158,6 @@ def test_the_command_line_looks_at_shared_sessions_without_a_server(fleet):
     assert fleet.servers[1].get(f"/sessions/{session_id}").status == 404
     again = run_command("sessions", "delete", session_id, *fleet.flags[:2])
     assert (again.returncode, "no session" in again.stderr) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--session-store", "redis://127.0.0.1:1/0"), "no secret of the fleet"),
-        (("--session-store", "http://127.0.0.1/0"), "redis://"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_in_one_line(tmp_path, flags, words):
-    found = run_command("serve", "--store", tmp_path / "store", "--port", "0", *flags)
-    assert found.returncode in (1, 2)
-    assert words in found.stderr.splitlines()[-1]
 
 
 def test_a_redis_that_cannot_keep_these_sessions_is_bad_input(fleet, tmp_path):

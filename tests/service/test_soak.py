@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from kvstore import Engine
-from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end
-from tests.support.service.talking import Stream, tenants
-from tests.support.waiting import TIMEOUT_S
+from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end, serving
+from tests.support.service.talking import LONG, SHORT, Stream, chat, tenants
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 NUM_CLIENTS, LEAST_EACH = 6, 10
 SECONDS, LONG_SECONDS = 3.0, 300.0  # of each of the two parts
@@ -38,6 +38,8 @@ WRONG = [
     ("/v1/completions", {"prompt": [10**9]}), ("/v1/completions", {"prompt": "a", "max_tokens": 2**63}),
     ("/v1/responses", {"input": "a", "previous_response_id": "resp_x_1"}), ("/nowhere", {}), ("/sessions", {}),
 ]  # fmt: skip
+NUM_TURNS = 12
+LOOKED_AT = ("kvstore.service", "kvstore.engine", "aiohttp", "asyncio", "_asyncio")
 
 
 def text(rng: random.Random) -> str:
@@ -279,3 +281,39 @@ def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
         check_idle(list(servers), store)
         assert servers[0].engine.sessions.stats()["sessions"] == 0
         assert servers[0].engine.admin.verify()["num_corrupt"] == 0
+
+
+def counts_by_type() -> Counter[str]:
+    """Objects of requests, answers, sessions and tasks, by their types."""
+    gc.collect()
+    kinds = Counter(type(one) for one in gc.get_objects())
+    return Counter({kind.__qualname__: n for kind, n in kinds.items() if str(kind.__module__).startswith(LOOKED_AT)})
+
+
+def grown_since(before: Counter[str]) -> dict[str, int]:
+    return {kind: count for kind, count in (counts_by_type() - before).items() if count >= NUM_TURNS // 2}
+
+
+def talk(server: Serving) -> None:
+    """Sessions of two turns that are deleted, streams that are left, and requests that are refused."""
+    for number in range(NUM_TURNS):
+        session_id = chat(server, f"I am number {number}")["session_id"]
+        chat(server, "Who am I?", session_id)
+        stream = Stream(server, "/chat", {"message": "Count.", "session_id": session_id, **LONG})
+        stream.next()
+        stream.leave()
+        assert server.post("/chat", {"message": 5}).status == 400
+        assert server.post("/v1/chat/completions", {"messages": [], **SHORT}).status == 400
+        assert server.request("DELETE", f"/sessions/{session_id}").status == 200
+    server.wait_until_idle()
+    server.wait_until(lambda: not server.server.connections.open)
+
+
+def test_nothing_grows_with_the_turns(tmp_path):
+    tiers = {"hbm": "8MiB", "cpu": "8MiB", "disk": "32MiB", "path": tmp_path / "store"}
+    with serving(engine={"cache_tiers": tiers}) as server:
+        talk(server)  # pools and caches fill
+        before = counts_by_type()
+        talk(server)
+        server.engine.flush()
+        wait_until(lambda: not grown_since(before), "nothing grows")

@@ -11,7 +11,16 @@ from tests.children.session_child import Clock
 from tests.support.redis_server import RedisServer
 
 SECRET = b"s" * 32
+SECRET_TEXT = "the secret of this fleet, 32 characters"
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+def secret_file(folder: Path) -> str:
+    """A file with the fleet's secret, as `--fleet-secret-file` takes it."""
+    path = folder / "secret"
+    path.touch(0o600)
+    path.write_text(SECRET_TEXT)
+    return str(path)
 
 
 def shared_store(

@@ -2,9 +2,7 @@
 
 - `chat`: /v1/chat/completions
 - `completions`: /v1/completions
-- `generation`: what answers have in common: log probabilities, ends
 - `response_schema`: bodies and answers of /v1/responses
 - `responses`: /v1/responses, on the same sessions as /chat
-- `schema`: bodies and answers of the other two
-- `stateless`: an answer to a history that belongs to no session
+- `stateless`: an answer to a history that belongs to no session, and what answers have in common
 """

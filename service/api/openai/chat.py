@@ -1,108 +1,175 @@
 """POST /v1/chat/completions: each request brings its whole history, whose KV is found again."""
 
-import secrets
-import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.engine.turns import Turn
-from kvstore.service.api.answering import Event, answer
-from kvstore.service.api.context import Context, tenant_of
-from kvstore.service.api.edge import accept
-from kvstore.service.api.openai import schema
-from kvstore.service.api.openai.generation import chat_logprobs, fingerprint
-from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
-from kvstore.service.api.schema import messages_of, sampling_params
+from kvstore.service.api import schema
+from kvstore.service.api.answering import Dialect, Event, answer
+from kvstore.service.api.context import EXCHANGE, Context, tenant_of
+from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.sessions.turns import TurnResult
-from kvstore.service.api.usage import UsageObject, usage_object
+from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
 
 PATH = "/v1/chat/completions"
 Turns = Sequence[Turn[TurnResult]]
 
 
+class ChatCompletionBody(schema.Sampling, kw_only=True):
+    """truncation_reuse: "exact", as every history that comes as text is; sessions have another."""
+
+    model: str | None = None
+    messages: schema.Messages
+    max_completion_tokens: schema.Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: schema.TopLogprobs | None = None
+    truncation_reuse: str | None = None
+
+    def check(self) -> None:
+        """Raises ApiError 400 for fields that do not go together."""
+        check_exact(self.truncation_reuse)
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobObject(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprobObject]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """stop_reason: the stop string or token id that ended it."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: schema.UsageObject
+    system_fingerprint: str
+
+
+class ChunkDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChunkDelta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: schema.UsageObject | None = None
+    system_fingerprint: str
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class ChatCompletionsDialect:
+class ChatCompletionsDialect(Dialect[TurnResult]):
     """An answer as OpenAI's chat completions, with the fields that every event repeats."""
 
     context: Context
-    body: schema.ChatCompletionBody
-    history: StatelessRequest
-    has_done: bool = True
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    body: ChatCompletionBody
+    head: dict[str, Any]
     begun: set[int] = field(default_factory=set)  # choices whose first event was sent
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.body.stream)
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Turns]:
-        async with open_stateless(self.context, self.history) as turn:
-            yield [turn]
-
-    def first(self, turns: Turns) -> Iterable[Event]:
-        return ()  # so that an error before the first token still has its status
 
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         if piece.index not in self.begun:
             self.begun.add(piece.index)
-            yield self._chunk(schema.ChunkChoice(piece.index, schema.ChunkDelta("assistant", "")))
+            yield self._chunk(ChunkChoice(piece.index, ChunkDelta("assistant", "")))
         if piece.text or piece.logprobs:
-            delta, logprobs = schema.ChunkDelta(content=piece.text), self._logprobs(piece.logprobs or None)
-            yield self._chunk(schema.ChunkChoice(piece.index, delta, logprobs=logprobs))
+            delta, logprobs = ChunkDelta(content=piece.text), self._logprobs(piece.logprobs or None)
+            yield self._chunk(ChunkChoice(piece.index, delta, logprobs=logprobs))
         if piece.finish_reason is not None:
             reason = turns[number].output.choices[piece.index].stop_reason
-            delta = schema.ChunkDelta()
-            yield self._chunk(schema.ChunkChoice(piece.index, delta, piece.finish_reason, stop_reason=reason))
+            delta = ChunkDelta()
+            yield self._chunk(ChunkChoice(piece.index, delta, piece.finish_reason, stop_reason=reason))
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk(None, usage_object(results[0].usage))
+        if self.body.wants_usage:
+            yield self._chunk(None, schema.usage_object(results[0].usage))
 
-    def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.ChatCompletion:
+    def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatCompletion:
         choices = []
         for index, choice in enumerate(turns[0].output.choices):
-            message, logprobs = schema.AssistantMessage(choice.text), self._logprobs(choice.logprobs)
-            choices.append(schema.ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
-        return schema.ChatCompletion(
-            id=self.id, created=self.created, model=self.context.model_name, choices=choices,
-            usage=usage_object(results[0].usage), system_fingerprint=fingerprint(self.context),
-        )  # fmt: skip
+            message, logprobs = AssistantMessage(choice.text), self._logprobs(choice.logprobs)
+            choices.append(ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
+        return ChatCompletion(**self.head, choices=choices, usage=schema.usage_object(results[0].usage))
 
-    def _chunk(self, choice: schema.ChunkChoice | None, usage: UsageObject | None = None) -> Event:
-        return None, schema.ChatCompletionChunk(
-            id=self.id, created=self.created, model=self.context.model_name, choices=[] if choice is None else [choice],
-            usage=usage, system_fingerprint=fingerprint(self.context),
-        )  # fmt: skip
+    def _chunk(self, choice: ChunkChoice | None, usage: schema.UsageObject | None = None) -> Event:
+        return None, ChatCompletionChunk(**self.head, choices=[] if choice is None else [choice], usage=usage)
 
-    def _logprobs(self, found: Sequence[TokenLogprob] | None) -> schema.ChatLogprobs | None:
-        if found is None:
-            return None
-        return chat_logprobs(self.context.engine.engine.tokenizer, found, self.body.top_logprobs or 0)
+    def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+        return None if logprobs is None else ChatLogprobs([self._logprob(one) for one in logprobs])
+
+    def _logprob(self, one: TokenLogprob) -> TokenLogprobObject:
+        text_of = partial(token_text, self.context.engine.engine.tokenizer)
+        text, best = text_of(one.token_id), list(one.top.items())[: self.body.top_logprobs or 0]
+        top = [TopLogprob(text_of(i), logprob, list(text_of(i).encode())) for i, logprob in best]
+        return TokenLogprobObject(text, one.logprob, list(text.encode()), top)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    context, body = await accept(request, schema.ChatCompletionBody)
+    context, body = await schema.accept(request, ChatCompletionBody)
     body.check()
-    params = sampling_params(
+    params = schema.sampling_params(
         body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
-    messages, tenant = messages_of(body.messages), tenant_of(request)
-    history = StatelessRequest(tenant, messages, params, PATH, body.cache_salt or "", body.priority or 0)
-    return await answer(request, ChatCompletionsDialect(context, body, history))
+    messages, tenant = schema.messages_of(body.messages), tenant_of(request)
+    history = StatelessRequest(tenant, messages, params, body.cache_salt or "", body.priority or 0)
+    opened = open_stateless(context, request[EXCHANGE], history)
+    return await answer(
+        request, opened, ChatCompletionsDialect(context, body, head_of(context, "chatcmpl-")), body.stream
+    )
 
 
 ROUTES = (
     Route(
-        "POST", PATH, chat_completions, "user", "The answer to a conversation.", schema.ChatCompletionBody,
-        schema.ChatCompletion, "openai",
+        "POST", PATH, chat_completions, "user", "The answer to a conversation.", ChatCompletionBody,
+        ChatCompletion, "openai",
     ),
 )  # fmt: skip

@@ -1,52 +1,112 @@
 """POST /v1/completions: prompts are text or token ids and are used as they are, without a chat template."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
 from kvstore.engine.turns import Turn
 from kvstore.errors import ContextLengthError
-from kvstore.service.api.answering import Event, answer
-from kvstore.service.api.context import Context, tenant_of
-from kvstore.service.api.edge import accept
-from kvstore.service.api.openai.generation import check_ended, fingerprint, token_text
-from kvstore.service.api.openai.schema import Completion, CompletionBody, CompletionChoice, CompletionLogprobs
-from kvstore.service.api.schema import check_chars_of, sampling_params
-from kvstore.service.api.usage import UsageObject, sum_usage
+from kvstore.service.api.answering import Dialect, Event, answer
+from kvstore.service.api.context import EXCHANGE, Context, Exchange
+from kvstore.service.api.openai.stateless import head_of, output_of, token_text
+from kvstore.service.api.schema import (
+    Sampling,
+    TokenId,
+    UsageObject,
+    accept,
+    check_chars_of,
+    sampling_params,
+    sum_usage,
+)
+from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 256
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)]
 Turns = Sequence[Turn[RequestOutput]]
 
 
+class CompletionBody(Sampling, kw_only=True):
+    """prompt: a text, token ids, or up to MAX_PROMPTS of either."""
+
+    model: str | None = None
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=2**20)]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises ApiError 400 for a list of several kinds, and for too many."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(one) for one in self.prompt}
+        if len(kinds) > 1:
+            raise bad_request("prompt", "prompt mixes texts, ids and lists; give one kind")
+        if kinds == {int}:
+            return [list(self.prompt)]  # type: ignore[arg-type]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise bad_request("prompt", f"prompt has {len(self.prompt)} entries; at most {MAX_PROMPTS}")
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Raises ApiError 400 for what would change the answer and is not supported."""
+        if self.suffix:
+            raise bad_request("suffix", "suffix is not supported", "unsupported_parameter")
+        if self.best_of not in (None, self.n or 1):
+            raise bad_request("best_of", "best_of other than n is not supported", "unsupported_parameter")
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None = None
+    stop_reason: str | int | None = None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageObject | None = None
+    system_fingerprint: str
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class CompletionsDialect:
+class CompletionsDialect(Dialect[RequestOutput]):
     """Answers as OpenAI's completions, with the fields that every event repeats."""
 
     context: Context
-    tenant: str
+    exchange: Exchange
     body: CompletionBody
     prompts: list[str | list[int]]
     params: SamplingParams
-    has_done: bool = True
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    head: dict[str, Any]
     echoed: list[str] = field(default_factory=list)  # what `echo` puts in front of the answers, by prompt
     offsets: dict[int, int] = field(default_factory=dict)  # characters said so far, by choice
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.body.stream)
 
     def check(self) -> None:
         """Raises ContextLengthError where a prompt is too long for any window, before it waits for anything."""
@@ -62,23 +122,20 @@ class CompletionsDialect:
     async def opened(self) -> AsyncIterator[Turns]:
         """All prompts are queued, or none is."""
         turns: list[Turn[RequestOutput]] = []
-        has_gaps = self.is_streamed or len(self.prompts) == 1  # else one is read after the other
+        has_gaps = bool(self.body.stream) or len(self.prompts) == 1  # else one is read after the other
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.context.limits.admit(self.tenant, len(self.prompts) * self.params.n))
+            stack.enter_context(self.context.limits.admit(self.exchange.tenant, len(self.prompts) * self.params.n))
             for prompt in self.prompts:
                 turn = self.context.engine.turn(partial(self._completed, prompt))
                 with _named():
-                    turns.append(await stack.enter_async_context(self.context.reading(turn, PATH, has_gaps)))
+                    turns.append(await stack.enter_async_context(self.context.reading(turn, self.exchange, has_gaps)))
             self.echoed = [await self._text_of(prompt) for prompt in self.prompts]
             yield turns
 
     async def _completed(self, prompt: str | list[int], turn: Turn[RequestOutput]) -> RequestOutput:
         salt, priority = self.body.cache_salt or "", self.body.priority or 0
-        handle = await self.context.engine.submit(turn, prompt, self.params, self.tenant, salt, priority)
-        await turn.computed(handle)
-        handle.raise_error()
-        check_ended(handle.output)
-        return handle.output
+        handle = await self.context.engine.submit(turn, prompt, self.params, self.exchange.tenant, salt, priority)
+        return await output_of(turn, handle)
 
     async def _text_of(self, prompt: str | list[int]) -> str:
         engine, tokenizer = self.context.engine, self.context.engine.engine.tokenizer
@@ -89,9 +146,6 @@ class CompletionsDialect:
         return "" if tokenizer is None else await engine.call_with_text(len(prompt), tokenizer.decode, prompt)
 
     # -- in words ----------------------------------------------------------------------------------------------------
-    def first(self, turns: Turns) -> Iterable[Event]:
-        return ()  # so that an error before the first token still has its status
-
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         index = number * self.params.n + piece.index
         text = piece.text if index in self.offsets else self.echoed[number] + piece.text
@@ -103,8 +157,7 @@ class CompletionsDialect:
         yield None, self._completion([CompletionChoice(index, text, piece.finish_reason, logprobs, stop_reason)], None)
 
     def last(self, turns: Turns, results: Sequence[RequestOutput]) -> Iterable[Event]:
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
+        if self.body.wants_usage:
             yield None, self._completion([], sum_usage([output.usage for output in results]))
 
     def whole(self, turns: Turns, results: Sequence[RequestOutput]) -> Completion:
@@ -117,10 +170,7 @@ class CompletionsDialect:
         return self._completion(choices, sum_usage([output.usage for output in results]))
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageObject | None) -> Completion:
-        return Completion(
-            id=self.id, created=self.created, model=self.context.model_name, choices=choices, usage=usage,
-            system_fingerprint=fingerprint(self.context),
-        )  # fmt: skip
+        return Completion(**self.head, choices=choices, usage=usage)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
         """Log probabilities of the answer's tokens; those of an echoed prompt are not known."""
@@ -148,9 +198,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )  # fmt: skip
-    dialect = CompletionsDialect(context, tenant_of(request), body, body.prompts(), params)
+    dialect = CompletionsDialect(context, request[EXCHANGE], body, body.prompts(), params, head_of(context, "cmpl-"))
     dialect.check()
-    return await answer(request, dialect)
+    return await answer(request, dialect.opened(), dialect, body.stream)
 
 
 ROUTES = (

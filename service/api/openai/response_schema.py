@@ -6,9 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.engine.text.chat_template import Message
-from kvstore.service.api.schema import ContentPart, Count, MessageIn, Sampling, message_of
+from kvstore.service.api.schema import CachedTokens, ContentPart, Count, MessageIn, Sampling, message_of, usage_object
 from kvstore.service.api.sessions.turns import TurnResult
-from kvstore.service.api.usage import CachedTokens, usage_object
 from kvstore.service.http.errors import bad_request
 
 Metadata = Annotated[

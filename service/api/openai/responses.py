@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 from msgspec import UNSET
@@ -22,24 +22,15 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
-from kvstore.service.api.answering import Event, answer
-from kvstore.service.api.context import Context, context_of, tenant_of
-from kvstore.service.api.edge import accept, json_response
+from kvstore.service.api.answering import Dialect, Event, answer
+from kvstore.service.api.context import EXCHANGE, Context, Exchange, context_of, tenant_of
 from kvstore.service.api.openai import response_schema as schema
-from kvstore.service.api.openai.schema import check_exact
-from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
-from kvstore.service.api.schema import sampling_params
+from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
+from kvstore.service.api.schema import accept, sampling_params
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.turns import (
-    TurnRequest,
-    TurnResult,
-    given_session_id,
-    new_session_id,
-    open_turn,
-    request_key_of,
-)
+from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
 from kvstore.service.http.errors import ApiError
-from kvstore.service.http.routes import Route
+from kvstore.service.http.routes import Route, json_response
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
@@ -75,22 +66,15 @@ def _place(name: str, param: str) -> tuple[str, int]:
 
 # -- making one ------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class ResponsesDialect:
+class ResponsesDialect(Dialect[TurnResult]):
     """A turn of a session, or of none, in OpenAI's events of a response, which are numbered."""
 
-    turn: AbstractAsyncContextManager[Turn[TurnResult]]
     draft: schema.ResponseObject
-    is_streamed: bool
-    has_done: bool = False
+    has_done: ClassVar[bool] = False
     numbers: Iterator[int] = field(default_factory=count)
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Turns]:
-        async with self.turn as turn:
-            self.draft.id = response_id(turn.session_id, turn.number)
-            yield [turn]
-
     def first(self, turns: Turns) -> Iterable[Event]:
+        self.draft.id = response_id(turns[0].session_id, turns[0].number)
         item = schema.message_item(self.draft.id, None, "in_progress")
         yield self._event("response.created", response=self.draft)
         yield self._event("response.in_progress", response=self.draft)
@@ -111,6 +95,7 @@ class ResponsesDialect:
         yield self._event(f"response.{response.status}", response=response)
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.ResponseObject:
+        self.draft.id = response_id(turns[0].session_id, turns[0].number)
         return schema.completed(self.draft, results[0])
 
     @property
@@ -141,8 +126,8 @@ async def create(request: web.Request) -> web.StreamResponse:
         truncation=wanted.truncation,
         user=body.user,
     )
-    opened = _opened(context, body, wanted, before)
-    return await answer(request, ResponsesDialect(opened, draft, bool(body.stream)))
+    opened = _opened(context, request[EXCHANGE], body, wanted, before)
+    return await answer(request, opened, ResponsesDialect(draft), body.stream)
 
 
 async def _wanted(
@@ -166,12 +151,9 @@ async def _wanted(
         system = None
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
-    purpose, given = f"{ROUTE} {body.previous_response_id}", given_session_id(context, request)
-    session_id = await new_session_id(context, tenant, request_key, purpose, given)
+    session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
     ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
-    wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl
-    )
+    wanted = TurnRequest(tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, ttl=ttl)
     return wanted, before if goes_on else None
 
 
@@ -196,31 +178,33 @@ def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> B
 
 
 def _opened(
-    context: Context, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
-) -> AbstractAsyncContextManager[Turn[TurnResult]]:
+    context: Context, exchange: Exchange, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
+) -> AbstractAsyncContextManager[Turns]:
     if body.store is False:
         messages = [*before.transcript, *wanted.messages] if before is not None else list(wanted.messages)
         system = before.system if before is not None else wanted.system
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        return open_stateless(context, StatelessRequest(wanted.tenant, messages, wanted.params, wanted.route))
-    return open_turn(context, wanted) if before is None else _going_on(context, wanted, before.parent)
+        return open_stateless(context, exchange, StatelessRequest(wanted.tenant, messages, wanted.params))
+    if before is None:
+        return open_turn(context, exchange, wanted)
+    return _going_on(context, exchange, wanted, before.parent)
 
 
 @asynccontextmanager
-async def _going_on(context: Context, wanted: TurnRequest, after: Parent) -> AsyncIterator[Turn[TurnResult]]:
+async def _going_on(context: Context, exchange: Exchange, wanted: TurnRequest, after: Parent) -> AsyncIterator[Turns]:
     """The next turn of a session, or of a fork where the session has moved on."""
     direct = replace(wanted, session_id=after.session_id, after_turn=after.turn)
     fork = replace(wanted, fork_of=after)
     async with AsyncExitStack() as stack:
         if await _is_there(context, wanted):  # the same request came before, and went to a fork
-            yield await stack.enter_async_context(open_turn(context, fork))
+            yield await stack.enter_async_context(open_turn(context, exchange, fork))
             return
         try:
-            turn = await stack.enter_async_context(open_turn(context, direct))
+            begun = await stack.enter_async_context(open_turn(context, exchange, direct))
         except SessionBusyError:
-            turn = await stack.enter_async_context(open_turn(context, fork))
-        yield turn
+            begun = await stack.enter_async_context(open_turn(context, exchange, fork))
+        yield begun
 
 
 async def _is_there(context: Context, wanted: TurnRequest) -> bool:

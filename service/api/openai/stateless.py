@@ -1,4 +1,6 @@
-"""Answers a whole history that belongs to no session, in the shape of a turn. Knows no route.
+"""Answers a whole history that belongs to no session, in the shape of a turn; and what OpenAI's routes have in common.
+
+Knows no route.
 
 Answers that this server gave are recognised in the history, and the prompt holds their original ids
 (`engine/sessions/recall.py`).
@@ -10,37 +12,79 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from kvstore.engine.client.requests import Handle
+from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.turns import Turn
-from kvstore.service.api.context import Context
-from kvstore.service.api.openai.generation import check_ended
+from kvstore.service.api.context import Context, Exchange
 from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
+from kvstore.service.http.errors import bad_request, unavailable
+
+
+def check_exact(truncation_reuse: str | None) -> None:
+    """Raises ApiError 400 for another reuse than that of a history which belongs to no session."""
+    if truncation_reuse not in (None, "exact"):
+        raise bad_request(
+            "truncation_reuse", f"truncation_reuse is {truncation_reuse!r}, and only sessions re-encode; leave it out"
+        )
+
+
+async def output_of(turn: Turn[Any], handle: Handle) -> RequestOutput:
+    """The request's answer once it has ended. Raises ApiError 503 where the server itself broke it off."""
+    await turn.computed(handle)
+    handle.raise_error()
+    return ended(handle.output)
+
+
+def ended(output: RequestOutput) -> RequestOutput:
+    """Raises ApiError 503 for an answer that the server itself broke off."""
+    if any(choice.finish_reason in (None, "abort") for choice in output.choices):
+        raise unavailable("the request was ended by the server", "aborted", 1)
+    return output
+
+
+def head_of(context: Context, prefix: str) -> dict[str, Any]:
+    """What an answer and all its events repeat. system_fingerprint: for clients to compare; it changes with the
+    weights, if these have a fingerprint.
+    """
+    return {
+        "id": prefix + secrets.token_hex(12),
+        "created": int(time.time()),
+        "model": context.model_name,
+        "system_fingerprint": "fp_" + (context.engine.engine.facts.fingerprint.hex()[:10] or "memory"),
+    }
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    return "" if tokenizer is None else tokenizer.decode([token_id])
 
 
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
-    """What to answer. route: the label in the metrics."""
+    """What to answer."""
 
     tenant: str
     messages: list[Message]
     params: SamplingParams
-    route: str
     salt: str = ""
     priority: int = 0
 
 
 @asynccontextmanager
-async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIterator[Turn[TurnResult]]:
+async def open_stateless(
+    context: Context, exchange: Exchange, history: StatelessRequest
+) -> AsyncIterator[list[Turn[TurnResult]]]:
     """Begin an answer. Nothing of it is stored: it has no number, and its session id names nothing.
 
     Raises ApiError 429 or 503 where there is no room, and RequestError.
     """
     check_chars_of(context, [message["content"] for message in history.messages])
-    async with context.reading(context.engine.turn(partial(_stateless, context, history)), history.route) as turn:
-        yield turn
+    async with context.reading(context.engine.turn(partial(_stateless, context, history)), exchange) as turn:
+        yield [turn]
 
 
 async def _stateless(context: Context, history: StatelessRequest, turn: Turn[TurnResult]) -> TurnResult:
@@ -53,10 +97,7 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
             turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts
         )
         turn.session_id = secrets.token_hex(ID_BYTES)
-        await turn.computed(handle)
-        handle.raise_error()
-        output = handle.output
-        check_ended(output)
+        output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
         await engine.call(context.recall.note, history.tenant, history.salt, messages, output)
     return TurnResult(

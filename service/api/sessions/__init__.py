@@ -1,7 +1,6 @@
 """`/chat` and `/sessions`: durable conversations.
 
 - `chat`: POST /chat
-- `chat_schema`: bodies and answers of /chat and /sessions
 - `routes`: list, show, delete, fork, prefetch, pin, truncate, stop
 - `turns`: what a turn of a session does, from its admission to its stored answer
 

@@ -1,25 +1,23 @@
-"""POST /chat: one turn of a session, streamed or not. Does not know how `turns` runs it."""
+"""POST /chat: one turn of a session, streamed or not, its body and its answer. Does not know how `turns` runs it."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.outputs import Piece
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
-from kvstore.service.api.answering import Event, answer
-from kvstore.service.api.context import Context, tenant_of
-from kvstore.service.api.edge import accept
-from kvstore.service.api.schema import sampling_params
-from kvstore.service.api.sessions.chat_schema import ChatAnswer, ChatBody, LastEvent, chat_answer, said_of, turn_id
+from kvstore.service.api import schema
+from kvstore.service.api.answering import Dialect, Event, answer
+from kvstore.service.api.context import EXCHANGE, Context, tenant_of
 from kvstore.service.api.sessions.turns import (
     TurnRequest,
     TurnResult,
-    given_session_id,
     new_session_id,
     open_turn,
     request_key_of,
@@ -30,22 +28,76 @@ from kvstore.sessions.record import SessionKey
 
 ROUTE = "/chat"
 DEFAULT_TEMPERATURE = 0.7  # where neither the request nor the model's authors name one
+MAX_TTL_S = 100 * 365 * 86400
 Turns = Sequence[Turn[TurnResult]]
 
 
+class ChatBody(schema.Sampling, kw_only=True):
+    """A turn. message, or messages: a new session may bring a history. ttl: seconds from its last turn; null: for ever.
+
+    Without session_id the turn begins a session. truncation: "auto" or "disabled"; truncation_reuse: "reencode" or
+    "exact".
+    """
+
+    model: str | None = None
+    session_id: str | None = None
+    message: str | schema.MessageIn | None = None
+    messages: schema.Messages | None = None
+    system: str | None = None
+    truncation: str | None = None
+    truncation_reuse: str | None = None
+    ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
+
+
+class MessageOut(msgspec.Struct):
+    role: str
+    content: str
+
+
+class ChatAnswer(msgspec.Struct):
+    """A turn. turn, and the session_id of a new session, are null for a turn that was stopped before it began: it is
+    not stored.
+    """
+
+    id: str
+    session_id: str | None
+    turn: int | None
+    message: MessageOut
+    finish_reason: str
+    usage: schema.UsageObject
+    timings: schema.TimingsObject
+    truncated_tokens: int
+
+
+class LastEvent(ChatAnswer):
+    """The last event of a stream: the whole answer again."""
+
+    delta: dict[str, str] = {}
+
+
+def turn_id(session_id: str, turn: int | None) -> str:
+    return f"turn-{session_id}-{0 if turn is None else turn}"
+
+
+def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatAnswer) -> ChatAnswer:
+    session_id = None if is_new and result.number is None else result.session_id
+    return kind(
+        id=turn_id(result.session_id, result.number),
+        session_id=session_id,
+        turn=result.number,
+        message=MessageOut("assistant", result.text),
+        finish_reason=result.finish_reason,
+        usage=schema.usage_object(result.usage),
+        timings=schema.timings_object(result.timings),
+        truncated_tokens=result.truncated_tokens,
+    )
+
+
 @dataclass(slots=True)
-class ChatDialect:
+class ChatDialect(Dialect[TurnResult]):
     """One turn of a session, as events with `delta`s, the last of which has the whole answer again."""
 
-    context: Context
     wanted: TurnRequest
-    is_streamed: bool
-    has_done: bool = True
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Turns]:
-        async with open_turn(self.context, self.wanted) as turn:
-            yield [turn]
 
     def first(self, turns: Turns) -> Iterable[Event]:
         yield self._event(turns, {"role": "assistant", "content": ""})
@@ -69,8 +121,30 @@ class ChatDialect:
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
-    context, body = await accept(request, ChatBody)
-    return await answer(request, ChatDialect(context, await _wanted(context, request, body), bool(body.stream)))
+    context, body = await schema.accept(request, ChatBody)
+    wanted = await _wanted(context, request, body)
+    return await answer(request, open_turn(context, request[EXCHANGE], wanted), ChatDialect(wanted), body.stream)
+
+
+def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
+    """System prompt, if one is named, and the messages after it. Raises ApiError 400."""
+    if body.message is None and body.messages is None:
+        raise bad_request("message", "give message or messages", "missing")
+    if body.message is not None and body.messages is not None:
+        raise bad_request("messages", "give message or messages, not both", "invalid_value")
+    if body.messages is not None:
+        said = schema.messages_of(body.messages)
+    elif isinstance(body.message, str):
+        said = [{"role": "user", "content": body.message}]
+    else:
+        assert body.message is not None
+        said = [schema.message_of(body.message, "message")]
+    if said[0]["role"] != "system":
+        return body.system, said
+    first = said[0]["content"]
+    if body.system is not None and body.system != first:
+        raise bad_request("system", "system and the first of messages are two system prompts; give one")
+    return first, said[1:]
 
 
 async def _wanted(context: Context, request: web.Request, body: ChatBody) -> TurnRequest:
@@ -80,16 +154,15 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     check_truncation(truncation, reuse)
     system, said = said_of(body)
     defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.facts.sampling_defaults}
-    params = sampling_params(body, defaults)
+    params = schema.sampling_params(body, defaults)
     tenant, request_key, is_new = tenant_of(request), request_key_of(request), body.session_id is None
     if body.session_id is None:
-        given = given_session_id(context, request)
-        session_id = await new_session_id(context, tenant, request_key, ROUTE, given)
+        session_id = await new_session_id(context, request, ROUTE)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
     default_s = context.options.ttl_s
     ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
-    return TurnRequest(tenant, session_id, is_new, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl)
+    return TurnRequest(tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl)
 
 
 ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

@@ -4,43 +4,169 @@ Another tenant's session gets the same answer as one that does not exist.
 """
 
 import re
+import secrets
 import time
 from collections.abc import Sequence
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
-from kvstore.engine.sessions.claims import Hold
+from kvstore.engine.sessions.stored import Hold
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.turns import held
 from kvstore.errors import SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of
-from kvstore.service.api.edge import json_response
-from kvstore.service.api.schema import read_body
+from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.chat_schema import (
-    Deleted,
-    EmptyBody,
-    ForkBody,
-    PinBody,
-    Pinned,
-    Prefetching,
-    SessionInfo,
-    SessionList,
-    SessionOut,
-    Stopped,
-    TruncateBody,
-    Truncated,
-    messages_out,
-    read_optional_body,
-    session_fields,
-    turn_out,
-)
+from kvstore.service.api.sessions.chat import MessageOut
 from kvstore.service.http.errors import bad_request
-from kvstore.service.http.routes import Route
+from kvstore.service.http.routes import Route, json_response
 from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
+
+T = TypeVar("T")
 
 MAX_LISTED = 1000
 DEFAULT_LISTED = 100
+MAX_PIN_S = 30 * 86400
+MAX_TURNS = 2**31
+
+
+# -- bodies and answers ----------------------------------------------------------------------------------------------
+class ForkBody(msgspec.Struct):
+    """turn: the last turn that the fork keeps; all turns if it is not given."""
+
+    REFUSED: ClassVar[dict[str, str]] = {"session_id": "a fork gets an id of its own, which the answer names"}
+    turn: Annotated[int, Meta(ge=1, le=MAX_TURNS)] | None = None
+
+
+class PinBody(msgspec.Struct):
+    """ttl: for how many seconds from now; 0 ends it."""
+
+    ttl: Annotated[float, Meta(ge=0, le=MAX_PIN_S)]
+
+
+class TruncateBody(msgspec.Struct):
+    """turns: how many of the last ones stay in the window."""
+
+    turns: Annotated[int, Meta(ge=0, le=MAX_TURNS)]
+
+
+class EmptyBody(msgspec.Struct):
+    """An empty body."""
+
+
+class ParentOut(msgspec.Struct):
+    """The session that this one is a fork of; it may be deleted by now."""
+
+    session_id: str
+    turn: int
+
+
+class SessionInfo(msgspec.Struct):
+    """tokens: in the window. created_at, updated_at, expires_at, pinned_until: seconds since the epoch."""
+
+    id: str
+    title: str
+    turns: int
+    created_at: int
+    updated_at: int
+    tokens: int
+    model: str
+    expires_at: int | None
+    parent: ParentOut | None
+    running: bool
+    pinned_until: int | None
+
+
+class SessionList(msgspec.Struct):
+    """Most recently used first. last_id: pass it as `after` to get the next page."""
+
+    object: str
+    data: list[SessionInfo]
+    has_more: bool
+    last_id: str | None
+
+
+class TurnOut(msgspec.Struct):
+    """messages: what the turn added; none for a truncation by request."""
+
+    turn: int
+    messages: list[MessageOut]
+    finish_reason: str
+    usage: UsageObject
+    timings: TimingsObject
+    truncated_tokens: int
+    created_at: int
+
+
+class SessionOut(SessionInfo):
+    """system: its system prompt. messages, turns_data: of this page of turns; has_more: whether another follows."""
+
+    system: MessageOut | None
+    messages: list[MessageOut]
+    turns_data: list[TurnOut]
+    has_more: bool
+
+
+class Deleted(msgspec.Struct):
+    """blocks: KV blocks that only this session had."""
+
+    id: str
+    deleted: bool
+    blocks: int
+
+
+class Prefetching(msgspec.Struct):
+    id: str
+    prefetching: bool
+
+
+class Pinned(msgspec.Struct):
+    """pinned_until: seconds since the epoch; null when there is no pin."""
+
+    id: str
+    pinned: bool
+    pinned_until: int | None
+
+
+class Truncated(msgspec.Struct):
+    """turn: the entry stored for it; null when there was nothing to remove."""
+
+    id: str
+    turn: int | None
+    truncated_tokens: int
+
+
+class Stopped(msgspec.Struct):
+    """stopped: whether a turn ran."""
+
+    id: str
+    stopped: bool
+
+
+def _info(context: Context, head: SessionHead) -> SessionInfo:
+    is_running = context.claims.on(head.key) is not None
+    pinned_until_s = context.engine.engine.admin.pinned_until(head.key)
+    parent = None if head.parent is None else ParentOut(head.parent.session_id, head.parent.turn)
+    return SessionInfo(
+        head.key.session_id, head.title, head.num_turns, int(head.created_s), int(head.updated_s), head.num_tokens,
+        head.model, None if head.expires_s is None else int(head.expires_s), parent, is_running,
+        None if pinned_until_s is None else int(pinned_until_s),
+    )  # fmt: skip
+
+
+def turn_out(session_id: str, record: TurnRecord) -> TurnOut:
+    result = turns.result_of(session_id, record)
+    return TurnOut(
+        record.number, messages_out(record.messages[len(record.system) :]), result.finish_reason,
+        usage_object(result.usage), timings_object(result.timings), result.truncated_tokens, int(result.created_s),
+    )  # fmt: skip
+
+
+def messages_out(messages: Sequence[Message]) -> list[MessageOut]:
+    return [MessageOut(message["role"], message["content"]) for message in messages]
 
 
 def key_of(request: web.Request) -> SessionKey:
@@ -55,6 +181,11 @@ def _query(request: web.Request, name: str, default: int, low: int, high: int) -
     return int(text)
 
 
+async def read_optional_body(request: web.Request, type_: type[T]) -> T:
+    """Like `read_body`; a missing body counts as an empty one."""
+    return await read_body(request, type_) if request.body_exists else type_()
+
+
 # -- looking ---------------------------------------------------------------------------------------------------------
 async def list_sessions(request: web.Request) -> web.Response:
     context, tenant = context_of(request), tenant_of(request)
@@ -62,7 +193,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     listed = context.engine.engine.admin.list_sessions
     heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
     shown = heads[:limit]
-    data = [_info(context, head, context.claims.on(head.key) is not None) for head in shown]
+    data = [_info(context, head) for head in shown]
     return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
 
 
@@ -77,11 +208,7 @@ async def show(request: web.Request) -> web.Response:
         if not context.is_begun(key):
             raise
         head, records = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), []
-    return json_response(_shown(_info(context, head, context.claims.on(key) is not None), head, records))
-
-
-def _info(context: Context, head: SessionHead, is_running: bool) -> SessionInfo:
-    return session_fields(head, is_running, context.engine.engine.admin.pinned_until(head.key))
+    return json_response(_shown(_info(context, head), head, records))
 
 
 def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[SessionHead, Sequence[TurnRecord]]:
@@ -115,9 +242,9 @@ async def delete(request: web.Request) -> web.Response:
 async def fork(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_optional_body(request, ForkBody)
-    new_key = SessionKey(key.tenant, await turns.new_session_id(context, key.tenant, None, "fork"))
+    new_key = SessionKey(key.tenant, secrets.token_hex(turns.ID_BYTES))
     head = await context.engine.call(turns.fork, context.engine.engine, key, body.turn, new_key)
-    return json_response(_info(context, head, False))
+    return json_response(_info(context, head))
 
 
 async def prefetch(request: web.Request) -> web.Response:

@@ -19,12 +19,11 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.claims import Hold
-from kvstore.engine.sessions.one_turn import OneTurn
+from kvstore.engine.sessions.stored import Hold, OneTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
-from kvstore.service.api.context import Context
+from kvstore.service.api.context import Context, Exchange, tenant_of
 from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
@@ -41,7 +40,7 @@ class TurnRequest:
     messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session.
     fork_of: the session is created as a fork of another one if its id does not exist yet. after_turn: the session must
     have this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset
-    leaves it as it is. route: of the metrics.
+    leaves it as it is.
     """
 
     tenant: str
@@ -50,7 +49,6 @@ class TurnRequest:
     system: str | None
     messages: Sequence[Message]
     params: SamplingParams
-    route: str
     truncation: str = "auto"
     truncation_reuse: str = "reencode"
     request_key: str | None = None
@@ -91,7 +89,7 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
 
 
 @asynccontextmanager
-async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Turn[TurnResult]]:
+async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> AsyncIterator[list[Turn[TurnResult]]]:
     """Begin a turn, or find the stored one with the same Idempotency-Key.
 
     A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
@@ -99,8 +97,8 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Turn
     """
     for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
         check_chars_of(context, [text])
-    async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), wanted.route) as turn:
-        yield turn
+    async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), exchange) as turn:
+        yield [turn]
 
 
 async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnResult]) -> TurnResult:
@@ -280,20 +278,16 @@ def request_key_of(request: web.Request) -> str | None:
     return key
 
 
-def given_session_id(context: Context, request: web.Request) -> str | None:
-    """The id of a new session, where the front of a fleet chooses it, so that it finds the session's replica again."""
-    return request.headers.get(NEW_SESSION) if context.options.takes_session_names else None
-
-
-async def new_session_id(
-    context: Context, tenant: str, request_key: str | None, purpose: str, given: str | None = None
-) -> str:
-    """The given id, or a random one; with an Idempotency-Key, an id that only this request leads to."""
-    if given is not None:
-        return given
+async def new_session_id(context: Context, request: web.Request, purpose: str) -> str:
+    """A random id; with an Idempotency-Key, an id that only this request leads to. Where the front of a fleet chooses
+    it, so that it finds the session's replica again, the id that it gave.
+    """
+    if context.options.takes_session_names and NEW_SESSION in request.headers:
+        return request.headers[NEW_SESSION]
+    request_key = request_key_of(request)
     if request_key is None:
         return secrets.token_hex(ID_BYTES)
-    root = await context.engine.call(partial(context.engine.engine.facts.root, tenant))
+    root = await context.engine.call(partial(context.engine.engine.facts.root, tenant_of(request)))
     named = f"session of a request\0{purpose}\0{request_key}".encode()
     return hmac.digest(root, named, "sha256")[:ID_BYTES].hex()
 

@@ -14,32 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.config import COUNT, FILE, SIZE, ValueForm, format_size, matching, one_of, parse_size, several
+from kvstore.config import COUNT, FILE, SIZE, ValueForm, matching, one_of, parse_size, several
 from kvstore.engine.process.child import tell_in_lines
 from kvstore.errors import ConfigError
+from kvstore.planning import sizing
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
-from kvstore.planning.sizing import (
-    CPU_SHARE,
-    KV_BYTES_PER_TOKEN,
-    Extent,
-    Geometry,
-    Point,
-    Sizes,
-    batch_bytes,
-    extent,
-    knee,
-    load_of,
-    sweep,
-    without_reuse,
-)
 from kvstore.planning.trace_formats import FORMATS
 from kvstore.policy.policies import POLICIES
-from kvstore.service.command.plan.fleet import BANDWIDTH, FLEET_OPTIONS, run_fleet
 from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
 from kvstore.service.command.progress import progress
 from kvstore.service.command.store import carry_out
 from kvstore.service.command.terminal import tolerate_any_text
-from kvstore.service.settings.config_file import told
+from kvstore.service.settings.config_file import Told
 from kvstore.service.settings.options import JSON, STORE, Command, Option, UsageError, default_store
 
 MAX_POINTS = 100
@@ -49,7 +35,7 @@ PICTURES = (".png", ".svg")
 # -- flags -----------------------------------------------------------------------------------------------------------
 def _kv_bytes(text: str) -> int:
     with suppress(ConfigError):
-        return KV_BYTES_PER_TOKEN.get(text.lower()) or parse_size(text)
+        return sizing.KV_BYTES_PER_TOKEN.get(text.lower()) or parse_size(text)
     return 0
 
 
@@ -64,11 +50,12 @@ def _picture(text: str) -> Path:
     return path
 
 
-MODELS = ", ".join(KV_BYTES_PER_TOKEN)
+MODELS = ", ".join(sizing.KV_BYTES_PER_TOKEN)
 KV_BYTES = ValueForm(parse=_kv_bytes, accepts=f"a size such as 128KiB, or one of {MODELS}", low=1)
 RATE = ValueForm(
     parse=matching(r"[0-9]{1,12}(\.[0-9]{1,9})?", float), accepts="tokens a second, a number above 0", low=1e-9
 )
+BANDWIDTH = ValueForm(parse=lambda text: float(parse_size(text)), accepts="bytes a second, such as 3GB", low=1)
 PICTURE = ValueForm(parse=_picture, accepts=f"a file that ends in {' or '.join(PICTURES)}")
 SIZES = several(SIZE, "SIZES")
 SERVICE_OPTIONS = {  # the names of a service model's parts
@@ -97,21 +84,18 @@ PLAN_OPTIONS = (
         aliases=("--eviction",),
     ),
     *SERVICE_OPTIONS.values(),
-    *FLEET_OPTIONS,
     Option("--plot", PICTURE, None, "draw hit rate and TTFT into a file, .png or .svg"),
     JSON,
 )  # fmt: skip
-FLEET_FLAGS = {option.key for option in FLEET_OPTIONS} - {"servers"}
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
-the server that has the store open, as far as it has measured it, else assumed; the answer says which. Sizes and
+the server that has the store open, as far as it has measured it, else assumed; the answer says which. sizing.Sizes and
 --block-size are never taken from the environment, where they describe an engine.
 
 examples:
   kvstore plan                                    what the default store would have gained from other sizes
   kvstore plan --store ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
   kvstore plan --trace trace.jsonl --format mooncake --kv-bytes-per-token llama-3.1-8b --plot plan.png
-  kvstore plan --hbm 24GiB --cpu 64GiB --disk 256GiB --servers 1,10,100 --remote 10TiB --network 3GB
   kvstore plan --requests 20000 --json | python -m json.tool"""
 COMMAND = Command("plan", {"flags": PLAN_OPTIONS}, EXAMPLES)
 
@@ -122,14 +106,14 @@ class Question:
     """What to replay, at which sizes, and the assumptions made, a sentence each."""
 
     source: Source
-    demand: Extent
-    geometry: Geometry
+    demand: sizing.Extent
+    geometry: sizing.Geometry
     service: ServiceModel
     policy: str
-    sizes: list[Sizes]
+    sizes: list[sizing.Sizes]
     assumed: list[str]
 
-    def config(self, sizes: Sizes) -> ReplayConfig:
+    def config(self, sizes: sizing.Sizes) -> ReplayConfig:
         blocks = self.geometry.blocks(sizes)
         return ReplayConfig(*blocks, self.geometry.block_bytes, policy=self.policy, service=self.service)
 
@@ -147,13 +131,13 @@ def _question(values: Mapping[str, Any]) -> Question:
             source = from_file(values["trace"], values["format"], block_size, num_requests)
         else:
             source = from_store(values["store"], stats, block_size, num_requests)
-        demand = extent(source.trace)
+        demand = sizing.extent(source.trace)
     if values["kv_bytes_per_token"] is not None:
         source = replace(source, kv_bytes_per_token=values["kv_bytes_per_token"])
     given = {name: values[option.key] for name, option in SERVICE_OPTIONS.items() if values[option.key] is not None}
     service = replace(source.service, **given)
     block_bytes = math.ceil(needed_kv_bytes(source) * source.trace.block_size)
-    geometry = Geometry(block_bytes, max(round(block_bytes * source.disk_share), 1))
+    geometry = sizing.Geometry(block_bytes, max(round(block_bytes * source.disk_share), 1))
     sizes, assumed = _chosen_sizes(values, source, demand, geometry, service)
     for one in sizes:
         geometry.blocks(one)  # raises ConfigError for those that cannot be
@@ -162,8 +146,8 @@ def _question(values: Mapping[str, Any]) -> Question:
 
 
 def _chosen_sizes(
-    values: Mapping[str, Any], source: Source, demand: Extent, geometry: Geometry, service: ServiceModel
-) -> tuple[list[Sizes], list[str]]:
+    values: Mapping[str, Any], source: Source, demand: sizing.Extent, geometry: sizing.Geometry, service: ServiceModel
+) -> tuple[list[sizing.Sizes], list[str]]:
     """The sizes to replay, and what was assumed where none were given."""
     assumed = []
     if values["hbm"] is not None:
@@ -171,17 +155,17 @@ def _chosen_sizes(
     elif source.hbm_bytes is not None:
         hbms, assumed = [source.hbm_bytes], ["HBM is that of the engine which owns the store"]
     else:
-        hbms = [batch_bytes(demand, source.trace.block_size, geometry.block_bytes, service.max_batch)]
+        hbms = [sizing.batch_bytes(demand, source.trace.block_size, geometry.block_bytes, service.max_batch)]
         assumed = ["HBM is what serves a full batch"]
     if values["cpu"] is None and values["disk"] is None:
         working_set_bytes = demand.working_set_blocks * geometry.disk_block_bytes
-        assumed.append(f"disk up to the working set in powers of two, CPU 1/{CPU_SHARE} of it")
-        return [one for hbm in hbms for one in sweep(working_set_bytes, hbm)], assumed
+        assumed.append(f"disk up to the working set in powers of two, CPU 1/{sizing.CPU_SHARE} of it")
+        return [one for hbm in hbms for one in sizing.sweep(working_set_bytes, hbm)], assumed
     for tier in ("cpu", "disk"):
         if values[tier] is None:
             assumed.append(f"no {'CPU' if tier == 'cpu' else tier} tier, as --{tier} is not given")
     grid = itertools.product(hbms, values["cpu"] or [0], values["disk"] or [0])
-    return [Sizes(*one) for one in grid], assumed
+    return [sizing.Sizes(*one) for one in grid], assumed
 
 
 # -- the answer ------------------------------------------------------------------------------------------------------
@@ -192,13 +176,13 @@ def _replay_all(question: Question, answer: dict[str, Any], on_progress: Callabl
     num_replays, num_requests = len(question.sizes) + 2, question.demand.num_requests
     numbers = itertools.count()
 
-    def row(sizes: Sizes, config: ReplayConfig, reuses: bool = True) -> dict[str, Any]:
+    def row(sizes: sizing.Sizes, config: ReplayConfig, reuses: bool = True) -> dict[str, Any]:
         number = next(numbers)
-        trace = question.source.trace if reuses else without_reuse(question.source.trace)
+        trace = question.source.trace if reuses else sizing.without_reuse(question.source.trace)
         result = replay(trace, config, lambda done: on_progress((number + done / num_requests) / num_replays))
         return _row(sizes, result, question)
 
-    hbm_alone = Sizes(question.hbm_bytes, 0, 0)
+    hbm_alone = sizing.Sizes(question.hbm_bytes, 0, 0)
     simple = replace(question.config(hbm_alone), policy="lru", look_ahead=False)
     unlimited = replace(simple, cpu_blocks=question.demand.working_set_blocks + question.demand.largest_blocks)
     answer["no_cache"] = row(hbm_alone, simple, reuses=False)
@@ -207,7 +191,7 @@ def _replay_all(question: Question, answer: dict[str, Any], on_progress: Callabl
         answer["points"].append(row(sizes, question.config(sizes)))
 
 
-def _row(sizes: Sizes, result: ReplayResult, question: Question) -> dict[str, Any]:
+def _row(sizes: sizing.Sizes, result: ReplayResult, question: Question) -> dict[str, Any]:
     num_tokens = max(result.num_prompt_tokens, 1)
     num_dropped = result.num_dropped_saves + result.num_dropped_writes
     num_saved = result.bytes_moved["save"] // question.geometry.block_bytes
@@ -220,7 +204,7 @@ def _row(sizes: Sizes, result: ReplayResult, question: Question) -> dict[str, An
         "hit_rate_by_tier": {tier: tokens / num_tokens for tier, tokens in result.hits_at_arrival.items()},
         "ttft_mean_s": result.ttft_mean_s,
         "ttft_p90_s": result.ttft_p90_s,
-        "load": load_of(question.demand, result.token_hit_rate, question.service),
+        "load": sizing.load_of(question.demand, result.token_hit_rate, question.service),
         "dropped_share": num_dropped / max(num_saved + result.num_dropped_saves, 1),  # of what should have been saved
         "num_refused": result.num_refused,
     }
@@ -230,7 +214,7 @@ def _plan(question: Question, answer: dict[str, Any]) -> dict[str, Any]:
     """All of it, as --json prints it."""
     points = answer["points"]
     demand, trace, geometry = question.demand, question.source.trace, question.geometry
-    bend = knee([Point(row["total_bytes"], row["token_hit_rate"]) for row in points])
+    bend = sizing.knee([sizing.Point(row["total_bytes"], row["token_hit_rate"]) for row in points])
     return {
         "trace": {
             "name": question.source.name,
@@ -266,23 +250,16 @@ def best_row(rows: list[dict[str, Any]], capacity: int) -> dict[str, Any]:
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
+def run_plan(given: Told) -> int:
     """Run it and return 0. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails.
 
     KeyboardInterrupt comes out after what was done so far has been shown.
     """
-    given = told(COMMAND, argv, environment)
-    if given is None:
-        return 0
     values = given.values
     _check({name for name, setting in given.settings.items() if setting.is_of_flag}, values)
     tolerate_any_text()
     tell_in_lines()
     question = _question(values)
-    if values["servers"] is not None:
-        sizes = f"HBM, CPU and disk of a server {', '.join(map(format_size, asdict(question.sizes[0]).values()))}"
-        run_fleet(question.source.trace, question.config(question.sizes[0]), values, sizes)
-        return 0
     answer: dict[str, Any] = {"no_cache": None, "ideal": None, "points": []}
     try:
         with progress("replaying", values["json"]) as on_progress:
@@ -308,11 +285,6 @@ def _check(given: Set[str], values: dict[str, Any]) -> None:
     elif values["kv_bytes_per_token"] is None:
         forms = f"a size or one of {MODELS}"
         raise UsageError(f"--trace needs --kv-bytes-per-token, {forms}: a trace does not say how large KV is")
-    if values["servers"] is None:
-        if stray := given & FLEET_FLAGS:
-            raise UsageError(f"--{min(stray).replace('_', '-')} is of a fleet; give --servers too")
-    elif any(len(values[tier] or []) != 1 for tier in ("hbm", "cpu", "disk")) or values["plot"] is not None:
-        raise UsageError("--servers needs one size each of --hbm, --cpu and --disk, and draws no --plot")
     num_points = math.prod(len(values[tier] or [0]) for tier in ("hbm", "cpu", "disk"))
     if num_points > MAX_POINTS:
         raise UsageError(f"{num_points} combinations of sizes take too long; give {MAX_POINTS} at most")
@@ -327,6 +299,6 @@ def _show(plan: dict[str, Any], values: Mapping[str, Any]) -> None:
 
         show_plan(plan, console())
     if values["plot"] is not None:
-        from kvstore.service.command.plan.chart import draw
+        from kvstore.service.command.plan.tables import draw
 
         draw(plan, values["plot"])

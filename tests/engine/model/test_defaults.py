@@ -11,7 +11,7 @@ from kvstore import Engine, SamplingParams
 from kvstore.engine.client.messages import Opened, decode_outbound, encode
 from kvstore.engine.model.loading import load
 from kvstore.service.command.terminal import run_chat
-from kvstore.service.settings.chat_options import ChatOptions
+from kvstore.service.settings.engine_options import ChatOptions
 from tests.support.engines import save_model
 from tests.support.service.serving import Serving, serving
 from tests.support.typing_in import type_in

@@ -8,7 +8,7 @@ from kvstore.planning.replay_config import ReplayConfig, ServiceModel
 from kvstore.planning.server_blocks import ServerBlocks
 from kvstore.planning.traces import TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.seam import Lookup
 from tests.support.small_traces import SIZE, request
 
@@ -66,6 +66,12 @@ class Server:
         self.settle()
         return job, num_hbm
 
+    def num_held(self, one: TraceRequest) -> tuple[int, int]:
+        """How many blocks of its prompt are here, from the beginning on: in HBM, and in CPU or on disk."""
+        chain, store = list(one.chain[: one.num_tokens // SIZE]), self.blocks.store
+        below = [] if store is None else store.stored.tiers(chain, 0, (one.num_tokens - 1) // SIZE)
+        return len(self.blocks.match(chain, one.num_tokens)), len(below)
+
     def moved(self, *names: str) -> tuple[int, ...]:
         found = self.blocks.moved()
         return tuple(found[name] for name in names)
@@ -86,7 +92,7 @@ def test_without_tiers_below_hits_are_in_hbm_alone():
     server.serve(request([1, 2], 21))
     job, num_hbm = server.serve(request([1, 2, 3], 30))
     assert (job.arrival, job.schedule, num_hbm, job.num_hit) == (["hbm"] * 2, ["hbm"] * 2, 2, 2)
-    assert server.blocks.num_held(request([1, 2, 3, 4])) == (3, 0)
+    assert server.num_held(request([1, 2, 3, 4])) == (3, 0)
     server.serve(request([7, 8, 9], 30))
     assert server.moved("hbm", "save", "unsaved") == (3, 0, 0)
     server.blocks.check_integrity()
@@ -96,7 +102,7 @@ def test_what_was_evicted_from_hbm_is_loaded_from_the_cpu_tier():
     server = Server(hbm=4, cpu=20)
     server.serve(request([1, 2, 3], 31))
     server.serve(request([7, 8, 9], 31))
-    assert server.blocks.num_held(request([1, 2, 3])) == (0, 3)
+    assert server.num_held(request([1, 2, 3])) == (0, 3)
     job, num_hbm = server.serve(request([1, 2, 3], 31))
     assert (job.arrival, job.schedule, num_hbm, job.num_hit) == (["cpu"] * 3, ["cpu"] * 3, 0, 3)
     assert server.moved("save", "load", "write", "read", "hbm") == (6, 3, 0, 0, 6)
@@ -137,9 +143,9 @@ def test_what_finds_no_arena_block_is_counted_and_computed_again_later():
 def test_an_answer_is_known_with_its_full_blocks(cpu):
     server = Server(cpu=cpu)
     server.serve(request([1, 2, 3], 15, 18, has_answer=True))
-    assert server.blocks.num_held(request([1, 2, 3, 4])) == (3, 3 if cpu else 0)
+    assert server.num_held(request([1, 2, 3, 4])) == (3, 3 if cpu else 0)
     server.serve(request([5, 6, 7], 15, 18))
-    assert server.blocks.num_held(request([5, 6, 7, 8])) == (1, 1 if cpu else 0), "nobody knows this one's answer"
+    assert server.num_held(request([5, 6, 7, 8])) == (1, 1 if cpu else 0), "nobody knows this one's answer"
 
 
 def test_what_has_expired_is_evicted_before_what_is_older():
@@ -153,48 +159,8 @@ def test_what_has_expired_is_evicted_before_what_is_older():
         server.blocks.end(long)
         server.clock.now_s = 2.0
         server.serve(request([9, 10, 11], 30))
-        held[ttl_s] = [server.blocks.num_held(request(chain))[0] for chain in ([1, 2], [5, 6])]
+        held[ttl_s] = [server.num_held(request(chain))[0] for chain in ([1, 2], [5, 6])]
     assert held == {None: [0, 2], 1.5: [2, 0]}
-
-
-def test_blocks_from_a_shared_tier_land_in_the_cpu_tier_as_far_as_there_is_room():
-    server = Server(hbm=4, cpu=3)
-    one = request([1, 2, 3, 4, 5])
-    assert server.blocks.land(one, 0, 2) == 2
-    assert server.blocks.num_held(one) == (0, 2)
-    assert server.blocks.land(one, 1, 5) == 2, "one is here already, and there is room for one more"
-    assert server.blocks.num_held(one) == (0, 3)
-    server.blocks.check_integrity()
-
-
-def test_what_lands_is_written_to_disk():
-    server = Server(hbm=4, cpu=2, disk=50)
-    for first in range(0, 6, 2):
-        assert server.blocks.land(request([1, 2, 3, 4, 5, 6]), first, first + 2) == 2
-        server.settle()
-    assert server.moved("write", "save", "read") == (6, 0, 0)
-    assert server.blocks.num_held(request([1, 2, 3, 4, 5, 6])) == (0, 6)
-    server.blocks.check_integrity()
-
-
-@pytest.mark.parametrize("keeps_disk", [True, False])
-def test_a_restart_keeps_at_most_the_disk(keeps_disk):
-    server = Server(hbm=4, cpu=20, disk=50)
-    server.serve(request([1, 2, 3], 31))
-    server.blocks.evict_all(keeps_disk)
-    server.settle()
-    assert server.blocks.num_held(request([1, 2, 3])) == (0, 3 if keeps_disk else 0)
-    job, _ = server.serve(request([1, 2, 3], 31))
-    assert job.arrival == (["disk"] * 3 if keeps_disk else [])
-    assert server.moved("disk", "cpu", "hbm") == ((0, 3, 3) if keeps_disk else (3, 3, 3))
-    server.blocks.check_integrity()
-
-
-def test_a_restart_of_a_server_without_tiers_below():
-    server = Server(hbm=4)
-    server.serve(request([1, 2, 3], 31))
-    server.blocks.evict_all(keeps_disk=True)
-    assert server.blocks.num_held(request([1, 2, 3])) == (0, 0)
 
 
 def test_blocks_that_a_request_still_holds_are_no_end():

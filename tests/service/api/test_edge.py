@@ -8,9 +8,9 @@ import pytest
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import DegradedError
+from kvstore.service.api.context import RecentStats
 from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import FILES
-from kvstore.service.api.recent_stats import RecentStats
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, server_fixture, serving
 from tests.support.waiting import TIMEOUT_S, wait_until

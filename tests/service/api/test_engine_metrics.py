@@ -7,7 +7,7 @@ import pytest
 from kvstore import CacheTiers, Engine
 from kvstore.remote.address import PrefillAddress
 from kvstore.remote.prefill import PrefillServer
-from kvstore.service.api.engine_metrics import engine_families
+from kvstore.service.api.metrics import engine_families
 from tests.support.engines import ask, tokens
 from tests.support.kv_reader import free_endpoint
 from tests.support.redis_server import RedisServer

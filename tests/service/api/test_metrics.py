@@ -7,8 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Timings, Usage
-from kvstore.service.api.engine_metrics import VLLM_NAMES
-from kvstore.service.api.metrics import TTFT_BOUNDS_S, Metrics
+from kvstore.service.api.metrics import TTFT_BOUNDS_S, VLLM_NAMES, Metrics
 from tests.support.engines import ask, evict_cpu, open_engine, save_model, settle, tokens
 
 BLOCK_TOKENS = 16

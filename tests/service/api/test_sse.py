@@ -10,14 +10,14 @@ from itertools import pairwise
 import pytest
 
 from kvstore.errors import ContextLengthError
-from kvstore.service.api.sse import EventStream
+from kvstore.service.api.answering import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
 from tests.support.service.serving import raw_request, read_to_end, server_fixture, serving
 from tests.support.waiting import TIMEOUT_S
 
 BIG = "x" * 10_000
-WRITE_S = 5.0
+WRITE_S = 2.0
 ends: list[str] = []  # how the handlers below ended
 begun = threading.Event()
 
@@ -201,7 +201,7 @@ def read_slowly(server) -> tuple[bool, float]:
     times, is_served = [time.monotonic()], False
     with server.connect(receive_bytes=4096) as raw, suppress(ConnectionError):
         raw.sendall(raw_request("GET", "/endless"))
-        for _ in range(60):
+        for _ in range(25):
             if not all(raw.recv(4096) for _ in range(32)):
                 break
             times.append(time.monotonic())

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.by_hand import crawling
 from tests.support.service.serving import raw_request, server_fixture, serving
+from tests.support.service.talking import TALKING_ROUTES as ROUTES
 from tests.support.service.talking import Stream, talking_body
 
-ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 CHAT, COMPLETIONS = ROUTES[1:3]
 LONG = {"max_tokens": 900, "max_output_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -96,22 +96,27 @@ def test_a_prompt_as_long_as_the_window_and_one_token_less(server, spare, status
         assert reply.json()["usage"]["completion_tokens"] == 1
 
 
+@pytest.fixture(scope="module")
+def narrow():
+    with serving(engine={"max_model_len": 128}) as found:
+        yield found
+
+
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [True, False])
-def test_max_tokens_is_capped_and_the_answer_says_so(path, stream):
+def test_max_tokens_is_capped_and_the_answer_says_so(narrow, path, stream):
     """Claude Code and opencode ask for 32,000; 2**31 is the most that is accepted."""
-    with serving(engine={"max_model_len": 128}) as server:
-        for max_tokens in (32_000, 2**31):
-            told = {"max_tokens": max_tokens, "max_output_tokens": max_tokens, "ignore_eos": True}
-            streamed = {"stream": stream, "stream_options": {"include_usage": True}}
-            reply = server.post(path, {**talking_body(path, "Hello"), **told, **streamed})
-            assert reply.status == 200, reply.body
-            last = [event for event in reply.events() if event != "[DONE]"][-1] if stream else reply.json()
-            usage = last.get("response", last)["usage"]
-            num_said = usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
-            assert (usage["capped_max_tokens"], usage["total_tokens"]) == (num_said, 128)
-        fits = server.post(path, {**talking_body(path, "Hello"), "max_tokens": 4}).json()["usage"]
-        assert "capped_max_tokens" not in fits
+    for max_tokens in (32_000, 2**31):
+        told = {"max_tokens": max_tokens, "max_output_tokens": max_tokens, "ignore_eos": True}
+        streamed = {"stream": stream, "stream_options": {"include_usage": True}}
+        reply = narrow.post(path, {**talking_body(path, "Hello"), **told, **streamed})
+        assert reply.status == 200, reply.body
+        last = [event for event in reply.events() if event != "[DONE]"][-1] if stream else reply.json()
+        usage = last.get("response", last)["usage"]
+        num_said = usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
+        assert (usage["capped_max_tokens"], usage["total_tokens"]) == (num_said, 128)
+    fits = narrow.post(path, {**talking_body(path, "Hello"), "max_tokens": 4}).json()["usage"]
+    assert "capped_max_tokens" not in fits
 
 
 def test_of_several_prompts_the_least_that_was_left_is_told(server):
@@ -169,3 +174,66 @@ def test_what_would_change_the_answer_is_refused_by_name(server, path, more, par
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
     if "messages" in more:
         assert reply.error["code"] == "unsupported_content"
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+PICTURE = [{"type": "image_url"}]
+BAD = {
+    "/chat": [
+        ({}, "message", "missing"),
+        ({"message": "a", "messages": [{"role": "user", "content": "b"}]}, "messages", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"message": {"role": "user"}}, "message.content", "missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "invalid_value"),
+        ({"message": {"role": "user", "content": PICTURE}}, "message.content[0]", "unsupported_content"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages", "invalid_value"),
+        ({"message": "a", "session_id": ""}, "session_id", "invalid_value"),
+        ({"message": "a", "session_id": "../../etc/passwd"}, "session_id", "invalid_value"),
+        ({"message": "a", "session_id": "x" * 10240}, "session_id", "invalid_value"),
+        ({"message": "a", "session_id": 5}, "session_id", "invalid_value"),
+        ({"message": "a", "system": "x", "messages": None, "truncation": "never"}, "truncation", "invalid_value"),
+        ({"message": "a", "truncation_reuse": "splice"}, "truncation_reuse", "invalid_value"),
+        ({"message": "a", "ttl": 0}, "ttl", "invalid_value"),
+        ({"message": "a", "ttl": 1e12}, "ttl", "invalid_value"),
+        ({"message": "a", "n": 2}, "n", "invalid_value"),
+        ({"message": "a", "cache_salt": "x"}, "cache_salt", "unsupported"),
+        ({"message": "a", "max_tokens": 2**31 + 1}, "max_tokens", "invalid_value"),
+        ({"message": "word " * 5000, "truncation": "disabled"}, "messages", "context_length_exceeded"),
+        (
+            {"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}]},
+            "system", "invalid_value",
+        ),
+    ],
+    "/v1/responses": [
+        ({}, "input", "missing"),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type", "unsupported_content"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
+        ({"input": [{"content": "a"}]}, "input[0].role", "missing"),
+        ({"input": [{"role": "user", "content": PICTURE}]}, "input[0].content[0]", "unsupported_content"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "unsupported_role"),
+        ({"input": [{"role": "assistant", "content": "a"}]}, "messages", "invalid_value"),
+        ({"input": "a", "n": 2}, "n", "invalid_value"),
+        ({"input": "a", "truncation": "never"}, "truncation", "invalid_value"),
+        ({"input": "a", "metadata": {"k": 5}}, None, "invalid_value"),
+        ({"input": "a", "conversation": "conv_1"}, "conversation", "unsupported"),
+        ({"input": "a", "background": True}, "background", "unsupported"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
+        ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format", "unsupported"),
+        ({"input": "word " * 5000}, "messages", "context_length_exceeded"),
+        ({"input": "word " * 5000, "store": False}, "messages", "context_length_exceeded"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), [(path, *row) for path in BAD for row in BAD[path]])
+def test_what_is_wrong_is_named_and_makes_no_session(server, path, body, param, code):
+    before = server.get("/sessions?limit=1000").json()["data"]
+    reply = server.post(path, body)
+    assert reply.status == 400, reply.body
+    error = reply.error
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["code"] == code and error["param"] == (param or error["param"]), error
+    assert server.get("/sessions?limit=1000").json()["data"] == before

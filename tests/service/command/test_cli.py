@@ -1,6 +1,7 @@
 """The command line, against a fake engine: no model is loaded here."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -13,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.outputs import CachedTokensDetails, Usage
 from kvstore.errors import ModelError
 from kvstore.service.command import cli, terminal
-from kvstore.service.command.flags_page import commands, flags_page
-from kvstore.service.settings.chat_options import ChatOptions
+from kvstore.service.command.cli import command_of
+from kvstore.service.command.flags_page import flags_page
+from kvstore.service.settings.engine_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
 from tests.support.service.fake_engine import FakeEngine, make_output
 from tests.support.service.server_process import run_command, without_progress
+from tests.support.shared_sessions import SECRET_TEXT as SECRET
 from tests.support.typing_in import type_in
 
 ROOT = Path(__file__).parents[3]
@@ -44,17 +46,6 @@ def test_python_that_strips_docstrings_is_one_line():
     done = run_command("chat", "--disk", "0", input="", PYTHONOPTIMIZE="2")
     _, error = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
-
-
-def test_a_model_with_a_broken_template_does_not_chat(tmp_path):
-    for file in MODEL_DIR.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "chat_template.jinja").write_text("{{ nothing.at.all }}")
-    done = run_command("chat", tmp_path, input="Hello\n")
-    _, error = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert error.startswith(f"kvstore: the chat template of {tmp_path.name} is broken ('nothing' is undefined); give")
 
 
 class Closed(io.StringIO):
@@ -80,13 +71,14 @@ def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, m
     assert ended_first == [True]
 
 
-def test_help_lists_only_the_commands_that_exist(run):
+def test_the_version_and_a_help_that_lists_only_the_commands_that_exist(run):
+    assert re.match(r"kvstore \S", run("--version")[1])
     code, out, err = run("--help")
     assert (code, err) == (0, "")
     assert re.findall(r"(?m)^  ([a-z-]+) ", out) == list(COMMANDS)
 
 
-@pytest.mark.parametrize("command", list(commands()), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [command_of(name)[1] for name in COMMANDS], ids=lambda command: command.name)
 def test_help_of_a_command_shows_every_flag_and_examples(run, command):
     code, out, _ = run(command.name, "--help")
     assert run("help", command.name)[1] == out
@@ -101,8 +93,12 @@ def test_help_of_a_command_shows_every_flag_and_examples(run, command):
 def test_the_page_of_all_flags_is_current():
     found = (ROOT / "docs" / "flags.md").read_text()
     assert found == flags_page(), "write it anew: python -m kvstore.service.command.flags_page > docs/flags.md"
-    for command in commands():
+    for command in (command_of(name)[1] for name in COMMANDS):
         assert all(f"| `{option.flag}" in found for option in command.options)
+
+
+REMOTE = ("--cpu", "8MiB", "--remote", "redis://a")
+SHARED = ("--session-store", "redis://127.0.0.1:1/0")
 
 
 @pytest.mark.parametrize(("argv", "words"), [
@@ -138,8 +134,17 @@ def test_the_page_of_all_flags_is_current():
     (["serve", "--data-parallel-size", "65"], "--data-parallel-size is '65'; give a whole number from 1 to 64"),
     (["serve", "--data-parallel-size", "2", "--replicas", "2"], "--replicas starts whole servers"),
     (["chat", "--data-parallel-size", "2"], "--data-parallel-size"),
+    (["serve", "--role", "prefill"], "--remote is not set, but KV goes over it from or to a server whose role is pref"),
+    (["serve", "--role", "decode", "--prefill-url", "http://a:1"], "to a server whose role is decode; give its URL"),
+    (["serve", "--role", "decode", *REMOTE], "--prefill-url is not set, but role is decode; give"),
+    (["serve", "--prefill-url", "http://a:1", *REMOTE], "--prefill-url is set, but role is not decode"),
+    (["serve", "--prefill-url", "a:1", "--role", "decode", *REMOTE], "--prefill-url is 'a:1'; give http://"),
+    (["serve", "--role", "both"], "--role is 'both'; give one of prefill, decode"),
+    (["serve", "--replicas", "1-2"], "--replicas 2 without --session-store: a session would be on one replica alone"),
+    (["serve", "--replicas", "2", *SHARED, "--distributed-executor", "ray"], "ray, which starts one server"),
 ])  # fmt: skip
-def test_wrong_usage_is_one_line_and_exit_2(run, argv, words):
+def test_wrong_usage_is_one_line_and_exit_2(run, monkeypatch, argv, words):
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET)
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
     assert words in err and err.startswith("kvstore: ") and err.count("\n") == 1
@@ -214,7 +219,7 @@ def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
     ("redis://ann:s3cret@host", "has a password in it"), ("s3://ann:s3cret@bucket", "has credentials in it"),
 ])  # fmt: skip
 def test_a_remote_tier_that_cannot_be_is_one_line_and_exit_2(run, monkeypatch, remote, words):
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET)
     monkeypatch.setitem(sys.modules, "obstore", None)  # as where it is not installed
     code, out, err = run("chat", "--cpu", "64MiB", "--remote", remote)
     assert (code, out) == (2, "")
@@ -329,58 +334,54 @@ def test_summary_names_the_tiers_that_gave_something():
     assert "cached 1,321 (hbm 1, cpu 20, disk 300, re-encoded 1,000)" in terminal.turn_summary(output, 1.0)
 
 
-def test_version():
-    done = run_command("--version")
-    assert done.returncode == 0 and re.match(r"kvstore \S", done.stdout)
-
-
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "prometheus_client", "jinja2")
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [["--help"], ["serve", "--help"], ["chat", "--print-config"], ["serve", "--print-config"], ["stats"], ["sessions"]],
-)
-def test_start_up_loads_nothing_that_takes_long(tmp_path, argv):
-    if argv[0] in ("stats", "sessions"):
-        StoreDirectory.open(tmp_path / "store").close()
-        argv = [*argv, "--store", str(tmp_path / "store")]
-        heavy = HEAVY  # a store's commands and records are msgspec's
-    else:
-        heavy = (*HEAVY, "msgspec")
-    assert end_of(argv, heavy, tmp_path) == "0\n"
+FIRST = """
+import json, sys
+from kvstore.service.command.cli import main
+for argv, heavy in json.load(sys.stdin):
+    code = main(argv)
+    print(code, *sorted(set(sys.modules) & set(heavy)), file=sys.stderr)
+"""
 
 
-def end_of(argv: list[str], heavy: Iterable[str], home: Path) -> str:
-    """What a command writes to stderr, then its exit code and what it has loaded of `heavy`."""
-    code = (
-        "import sys; from kvstore.service.command.cli import main; code = main(sys.argv[2:]); "
-        "found = set(sys.modules) & set(sys.argv[1].split()); "
-        "print(code, *sorted(found), file=sys.stderr)"
-    )
-    environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
+def said_by(commands: Iterable[tuple[list[str], Iterable[str]]], home: Path) -> list[str]:
+    """stderr of one process that runs these; after each its exit code, and what is loaded of the heavy ones beside it.
+
+    A process of its own, since ours has loaded them all.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", code, " ".join(heavy), *argv],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", FIRST], cwd=ROOT, env={"HOME": str(home), "PATH": os.environ["PATH"]},
+        input=json.dumps(list(commands)), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    return without_progress(done.stderr)
+    return without_progress(done.stderr).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--session-store", "redis://a"], "no secret of the fleet"),
-        (["--session-store", "http://a"], "--session-store is"),
-        (["--data-parallel-size", "2", "--cpu", "0"], "--cpu is 0"),
-        (["--data-parallel-size", "2", "--kv-events", "tcp://*:5557"], "--kv-events is set"),
-        (["--disk", "1KiB"], "--disk is 1.0 KiB; give at least 1.0 MiB"),
-        (["--max-model-len", "1000000"], "--max-model-len is 1000000, but the model was made for"),
-        (["/no/such/model"], "/no/such/model is not a directory"),
-    ],
-)
-def test_what_an_engine_would_refuse_is_told_before_torch_is_loaded(tmp_path, flags, said):
-    message, end = end_of(["serve", *flags], ("torch", "transformers"), tmp_path).splitlines()
-    assert said in message and end == "2"
+def test_start_up_loads_nothing_that_takes_long(tmp_path):
+    StoreDirectory.open(tmp_path / "store").close()
+    light = [["--help"], ["serve", "--help"], ["chat", "--print-config"], ["serve", "--print-config"]]
+    of_stores = [[name, "--store", str(tmp_path / "store")] for name in ("stats", "sessions")]  # records are msgspec's
+    commands = [(argv, (*HEAVY, "msgspec")) for argv in light] + [(argv, HEAVY) for argv in of_stores]
+    assert said_by(commands, tmp_path) == ["0"] * len(commands)
+
+
+REFUSED_EARLY = [
+    (["--session-store", "redis://a"], "no secret of the fleet"),
+    (["--session-store", "http://a"], "--session-store is"),
+    (["--data-parallel-size", "2", "--cpu", "0"], "--cpu is 0"),
+    (["--data-parallel-size", "2", "--kv-events", "tcp://*:5557"], "--kv-events is set"),
+    (["--disk", "1KiB"], "--disk is 1.0 KiB; give at least 1.0 MiB"),
+    (["--max-model-len", "1000000"], "--max-model-len is 1000000, but the model was made for"),
+    (["/no/such/model"], "/no/such/model is not a directory"),
+]
+
+
+def test_what_an_engine_would_refuse_is_told_before_torch_is_loaded(tmp_path):
+    said = said_by([(["serve", *flags], ("torch", "transformers")) for flags, _ in REFUSED_EARLY], tmp_path)
+    assert said[1::2] == ["2"] * len(REFUSED_EARLY)
+    for message, (_, words) in zip(said[::2], REFUSED_EARLY, strict=True):
+        assert words in message
 
 
 # -- serve -----------------------------------------------------------------------------------------------------------

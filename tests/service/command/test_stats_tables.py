@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from kvstore.service.command.stats_tables import live_stats, show_stats
+from kvstore.service.command.store_tables import live_stats, show_stats
 
 STATS = {
     "model": "a/model[bold]",

@@ -1,12 +1,19 @@
-"""A conversation at a real terminal."""
+"""A conversation at a real terminal; progress as a bar in one, as lines elsewhere, and not of what is done at once."""
 
+import io
 import os
 import pty
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from contextlib import ExitStack, redirect_stderr, suppress
 from pathlib import Path
 
+import pytest
+
+from kvstore.engine.builtin import MODEL_DIR
+from kvstore.service.command.progress import progress
+from tests.support.typing_in import type_in
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -67,3 +74,86 @@ def test_ctrl_c_clears_the_line_and_ends_the_program_on_an_empty_one():
         assert terminal.process.wait(TIMEOUT_S) == 130
     finally:
         terminal.close()
+
+
+class Noted(io.StringIO):
+    """A stderr that says when something that was waited for has been written."""
+
+    def __init__(self, awaited, is_terminal):
+        super().__init__()
+        self.awaited, self.is_terminal, self.seen = awaited, is_terminal, threading.Event()
+
+    def isatty(self):
+        return self.is_terminal
+
+    def write(self, text):
+        written = super().write(text)
+        if self.awaited in self.getvalue():
+            self.seen.set()
+        return written
+
+
+@pytest.fixture
+def stderr(monkeypatch):
+    with ExitStack() as stack:
+
+        def replace(awaited="", is_terminal=False):
+            noted = stack.enter_context(redirect_stderr(Noted(awaited, is_terminal)))
+            monkeypatch.setenv("TERM", "xterm")
+            monkeypatch.delenv("NO_COLOR", raising=False)
+            return noted
+
+        yield replace
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_is_done_at_once_shows_nothing(stderr, is_terminal):
+    noted = stderr(is_terminal=is_terminal)
+    with progress("checking", after_s=3600.0) as update:
+        update(0.5)
+    assert noted.getvalue() == ""
+
+
+def test_lines_where_there_is_no_terminal(stderr):
+    noted = stderr("50% done")
+    with progress("checking", after_s=0.0, every_s=0.01) as update:
+        update(None)
+        update(0.5)
+        assert noted.seen.wait(TIMEOUT_S)
+    assert noted.getvalue().startswith("kvstore: checking since 0 s") and "\x1b" not in noted.getvalue()
+
+
+def test_a_bar_in_a_terminal(stderr):
+    noted = stderr("50%", is_terminal=True)
+    with progress("checking", after_s=0.0) as update:
+        update(None)
+        update(0.5)
+        assert noted.seen.wait(TIMEOUT_S)
+    assert "checking" in noted.getvalue()
+
+
+def test_it_ends_with_an_interruption(stderr):
+    noted = stderr("checking")
+    with pytest.raises(KeyboardInterrupt), progress("checking", after_s=0.0):
+        assert noted.seen.wait(TIMEOUT_S)
+        raise KeyboardInterrupt
+    assert "kvstore-progress" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_nothing_for_a_program(stderr):
+    noted = stderr(is_terminal=True)
+    with progress("checking", is_silent=True) as update:
+        update(0.5)
+    assert noted.getvalue() == ""
+
+
+def test_a_model_with_a_broken_template_does_not_chat(run, monkeypatch, tmp_path):
+    for file in MODEL_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("{{ nothing.at.all }}")
+    type_in(monkeypatch, "Hello")
+    code, out, said = run("chat", tmp_path, "--device", "cpu")
+    assert (code, out) == (2, "")
+    error = said.splitlines()[-1]
+    assert error.startswith(f"kvstore: the chat template of {tmp_path.name} is broken ('nothing' is undefined); give")

@@ -1,18 +1,45 @@
-"""Connections from clients that are slow, many, silent or speak no HTTP; on raw sockets, with short limits."""
+"""Connections from clients that are slow, many, silent or speak no HTTP; on raw sockets, with short limits. And few
+descriptors: the kernel's limit is raised where that is possible, and refused in one line where it is not.
+"""
 
 import asyncio
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
 import threading
-from contextlib import ExitStack, contextmanager
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from tests.support.service.server_process import COMMAND, ENVIRONMENT
 from tests.support.service.serving import KEY, raw_request, read_answer, read_to_end, server_fixture, serving
+from tests.support.waiting import wait_until
 
 HASTY_S, PAUSE_S = 1.5, 2.0
 BODY = b'{"prompt": "hello"}'
-
-
 server = server_fixture(api_key=KEY, max_body_bytes=100_000, max_connections=8)
+NEEDED = 1024 + 192
+LISTENING = """
+import asyncio
+from kvstore.service.http.logs import set_up_logging
+from kvstore.service.settings.serve_options import ServeOptions
+from kvstore.service.server import Server
+
+async def listen():
+    server = Server(ServeOptions(port=0))
+    set_up_logging("text")
+    await server.listen()
+    print(server.port, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(listen())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +56,23 @@ def head(text: str) -> bytes:
 POST = head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n")
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: local"])
-def test_a_head_that_does_not_end_is_not_waited_for(hasty, sent):
-    with hasty.connect() as raw:
-        raw.sendall(sent)
-        assert read_to_end(raw) == b""
+def test_a_head_that_does_not_end_or_comes_in_drops_is_not_waited_for(hasty):
+    stop = threading.Event()
 
+    def drop(raw: socket.socket) -> None:
+        with suppress(OSError):
+            while not stop.wait(0.02):
+                raw.sendall(b"x")
 
-def test_a_head_that_comes_in_drops_is_not_either(hasty):
-    with hasty.connect() as raw:
-        dropping = threading.Event()
-
-        def drop():
-            while not dropping.wait(0.02):
-                try:
-                    raw.sendall(b"x")
-                except OSError:
-                    return
-
-        raw.sendall(b"GET /")
-        thread = threading.Thread(target=drop)
-        thread.start()
-        assert read_to_end(raw) == b""
-        dropping.set()
-        thread.join()
+    with ExitStack() as opened:
+        pool = opened.enter_context(ThreadPoolExecutor(1))
+        opened.callback(stop.set)
+        connections = [opened.enter_context(hasty.connect()) for _ in range(5)]
+        heads = (b"GET /", b"", b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: local")
+        for raw, sent in zip(connections, heads, strict=True):
+            raw.sendall(sent)
+        pool.submit(drop, connections[0])
+        assert [read_to_end(raw) for raw in connections] == [b""] * 5
 
 
 @contextmanager
@@ -196,7 +216,7 @@ def test_who_waits_to_be_asked_for_the_body_is_asked_when_let_in(server):
 
 
 def test_few_large_bodies_arrive_at_once_and_small_ones_do_not_wait():
-    with serving(body_timeout_s=5.0) as server, server.connect() as raw:
+    with serving(body_timeout_s=2.0) as server, server.connect() as raw:
         large = server.context.limits.large_bodies = asyncio.Semaphore(1)
         raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: {2**20 + 1}\n\n"))
         server.wait_until(large.locked)
@@ -217,3 +237,55 @@ def test_other_versions_of_http_are_refused(server, line):
         with server.connect() as raw:
             raw.sendall(f"GET /health HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
             assert read_answer(raw).status == 200
+
+
+def limited(soft: int, hard: int):
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def serve(tmp_path: Path, soft: int, hard: int, *flags: str) -> subprocess.Popen:
+    command = [*COMMAND, "serve", "--port", "0", "--store", str(tmp_path / "store"), "--device", "cpu", *flags]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=limited(soft, hard)
+    )
+
+
+def test_the_soft_limit_is_raised_to_what_is_needed(tmp_path):
+    with serve(tmp_path, 64, 4096) as server:
+        assert "loading the model" in server.stderr.readline()
+        assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (NEEDED, 4096)
+        server.kill()
+
+
+@pytest.mark.parametrize(("hard", "flags", "remedy"), [
+    (128, (), "Docker)"),
+    (1024, (), "or give --max-connections 832 or fewer"),
+    (1024, ("--max-connections", "900"), "or give --max-connections 832 or fewer"),
+])  # fmt: skip
+def test_a_hard_limit_that_is_too_low_is_told_before_anything_is_opened(tmp_path, hard, flags, remedy):
+    with serve(tmp_path, 64, hard, *flags) as server:
+        _, said = server.communicate(timeout=400)
+    assert server.returncode == 1 and said.count("\n") == 1 and said.rstrip().endswith(remedy), said
+    assert f"open files, but this process may have {hard}" in said and not (tmp_path / "store").exists()
+
+
+def test_connections_that_cannot_be_accepted_are_told_in_a_line_and_served_later(tmp_path):
+    log = tmp_path / "log"
+    with ExitStack() as opened:
+        said = opened.enter_context(log.open("w"))
+        server = opened.enter_context(subprocess.Popen(
+            [sys.executable, "-c", LISTENING], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=said, text=True
+        ))  # fmt: skip
+        opened.callback(server.send_signal, signal.SIGKILL)
+        port = int(server.stdout.readline())
+        held = len(os.listdir(f"/proc/{server.pid}/fd"))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (held + 3, 4096))
+        connections = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(20)]
+        wait_until(lambda: "cannot be accepted" in log.read_text(), "it says so")
+        time.sleep(2.0)  # two more rounds of trying
+        assert log.read_text().count("\n") == 1 and "Too many open files" in log.read_text()
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (held + 100, 4096))
+        for connection in connections:
+            connection.settimeout(60)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 503")

@@ -5,8 +5,8 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.service.replicas.everyone import concerns_everyone, joined
 from kvstore.service.replicas.replica import Head, Whole
+from kvstore.service.replicas.routing import concerns_everyone, joined
 
 JSON = [(b"Content-Type", b"application/json")]
 

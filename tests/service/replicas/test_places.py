@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import StoreError
-from kvstore.service.replicas.places import ReplicaPlace
+from kvstore.service.replicas.replica import ReplicaPlace
 from tests.support.service.server_process import ENVIRONMENT
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from kvstore.service.replicas.places import ReplicaPlace
+from kvstore.service.replicas.replica import ReplicaPlace
 place = ReplicaPlace.below(Path(sys.argv[1]))
 print(place.name, flush=True)
 time.sleep(600)

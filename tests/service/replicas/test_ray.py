@@ -20,7 +20,7 @@ from tests.support.redis_server import free_port
 from tests.support.service.replicas import FleetServer, RayFleet, Whose, end, needs_ray, ray_fleet, replicas_of
 from tests.support.service.server_process import ENVIRONMENT, run_command
 from tests.support.service.serving import Reply
-from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
+from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, chat, num_turns, talking_body
 from tests.support.shared_sessions import answers_without_a_store
 from tests.support.waiting import wait_until
 
@@ -73,11 +73,9 @@ def test_histories_as_text_stay_as_well(fleet):
         assert details(again)["hbm"] >= first["usage"]["prompt_tokens"] // 16 * 16 > 0
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/completions", "/chat"])
+@pytest.mark.parametrize("path", TALKING_ROUTES)
 def test_routes_stream_to_their_end(fleet, path):
-    said = {"/chat": "message", "/v1/responses": "input", "/v1/completions": "prompt"}
-    body = {said[path]: "Hello."} if path in said else {"messages": [{"role": "user", "content": "Hello."}]}
-    stream = Stream(fleet, path, {**body, **SHORT})
+    stream = Stream(fleet, path, {**talking_body(path, "Hello."), **SHORT})
     events = stream.rest()
     assert stream.status == 200 and len(events) > 4
     assert events[-1] == "[DONE]" or events[-1]["type"] == "response.incomplete"  # by its max_tokens

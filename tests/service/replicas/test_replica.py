@@ -8,8 +8,7 @@ import psutil
 
 from kvstore import CacheTiers
 from kvstore.errors import KVStoreError
-from kvstore.service.replicas.places import ReplicaPlace
-from kvstore.service.replicas.replica import PassedRequest, Replica, arguments_at
+from kvstore.service.replicas.replica import PassedRequest, Replica, ReplicaPlace, arguments_at
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.server_process import run_command
 from tests.support.waiting import wait_in_loop

@@ -1,13 +1,19 @@
-"""Where values come from: flag, environment, file, default; what a file may say; and printing it all as such a file."""
+"""Where values come from: flag, environment, file, default; what a file may say; and printing it all as such a file.
+
+Refusals name what was given, and a misspelt variable is told.
+"""
 
 import tomllib
 
 import pytest
+from kvstore.service.command.variables import tell_misspelt
 
 from kvstore.config import COUNT, SIZE, SWITCH, TEXT
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 from kvstore.service.command import cli
-from kvstore.service.settings.config_file import as_toml, effective, read_config
+from kvstore.service.command.flags_page import commands
+from kvstore.service.settings.config_file import as_toml, effective, read_config, told
+from kvstore.service.settings.engine_options import engine_command, naming_flags
 from kvstore.service.settings.options import (
     JSON,
     REMOVED,
@@ -26,6 +32,8 @@ POLICY = Option("--policy", TEXT, "auto", "a text", aliases=("--eviction",))
 KEY = Option("--api-key", TEXT, None, "a secret", secret=True)
 HBM = Option("--hbm", SIZE, None, "a size")
 OPTIONS = (SEED, POLICY, KEY, HBM, STORE)
+READ = ["KVSTORE_CONFIG", "KVSTORE_FLEET_SECRET", "KVSTORE_REDIS_PASSWORD", "KVSTORE_PATH"]  # the last by an older name
+OF_KUBERNETES = ["KVSTORE_SERVICE_HOST", "KVSTORE_PORT_8000_TCP"]
 
 
 @pytest.fixture
@@ -252,3 +260,54 @@ def test_a_wrong_file_is_one_line_and_exit_2(home, capsys):
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1 and "did you mean 'port'?" in captured.err
     assert option_values("stats", (JSON,), {"config": "/dev/null"}, {}) == {"json": False}
+
+
+@pytest.mark.parametrize("refusal, line", [
+    (ConfigError("cpu", "1.0 KiB", "give more"), "--cpu is 1.0 KiB; give more"),
+    (ConfigError("max_num_seqs", "2", "give more"), "KVSTORE_MAX_NUM_SEQS is 2; give more"),
+    (ConfigError("dtype", "float16", {"device": "cpu"}), "dtype in FILE is float16; give --device cpu"),
+    (ConfigError("eviction", "'x' in /a/max_model_len, not disk or seed=3", "give one=two"),
+     "--policy is 'x' in /a/max_model_len, not disk or seed=3; give one=two"),
+    (ConfigError("cpu is no model"), "cpu is no model"),
+    (UnsupportedModelError("cpu has 4 heads", {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
+     "cpu has 4 heads; give --tensor-parallel-size 1 and --pipeline-parallel-size 2"),
+    (ModelError("cpu has no tokenizer; give --tokenizer (in Python, tokenizer=)"),  # a model of this name
+     "cpu has no tokenizer; give --tokenizer (in Python, tokenizer=)"),
+])  # fmt: skip
+def test_refusals_name_what_was_given(tmp_path, refusal, line):
+    file = tmp_path / "file.toml"
+    file.write_text('dtype = "float16"\n')
+    environment = {"KVSTORE_CONFIG": str(file), "KVSTORE_MAX_NUM_SEQS": "2"}
+    settings = told(engine_command("serve"), ["--cpu", "1KiB"], environment).settings
+    with pytest.raises(type(refusal)) as caught, naming_flags(settings):
+        raise refusal
+    assert str(caught.value) == line.replace("FILE", str(file))
+
+
+@pytest.mark.parametrize("command", ["chat", "serve", "stats", "plan", "vllm-config"])
+def test_a_store_that_is_a_file_is_refused(tmp_path, no_settings, capsys, command):
+    (tmp_path / "file").write_text("x")
+    assert cli.main([command, "--store", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == (
+        f"kvstore: --store is '{tmp_path}/file', which is a file; give the directory of the store\n"
+    )
+
+
+def misspelt(capsys, *names):
+    tell_misspelt(dict.fromkeys(names, "1"))
+    return capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_told(capsys):
+    flags = [variable_of(one.flag) for command in commands() for one in command.options if one.mirrored]
+    assert misspelt(capsys, *flags, *READ, *OF_KUBERNETES, "OTHER") == ""
+    assert misspelt(capsys, "KVSTORE_MAX_MODL_LEN", "KVSTORE_PREFIL_RATE") == (
+        "kvstore: nothing reads KVSTORE_MAX_MODL_LEN; did you mean KVSTORE_MAX_MODEL_LEN?\n"
+        "kvstore: nothing reads KVSTORE_PREFIL_RATE; did you mean KVSTORE_PREFILL_RATE?\n"
+    )
+
+
+def test_commands_tell_it(capsys, no_settings, monkeypatch):
+    monkeypatch.setenv("KVSTORE_STOR", "x")
+    assert cli.main(["chat", "--print-config"]) == 0
+    assert capsys.readouterr().err == "kvstore: nothing reads KVSTORE_STOR; did you mean KVSTORE_STORE?\n"

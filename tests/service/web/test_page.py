@@ -398,25 +398,20 @@ def test_the_tiers_show_the_servers_own_numbers(server: Serving, tabs: Tabs) -> 
     page.locator(".chart", has_text="Hit rate").locator("svg").wait_for()
 
 
-def test_a_shared_tier_is_shown_where_there_is_one(tmp_path, monkeypatch, tabs: Tabs) -> None:
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
-    redis = RedisServer(tmp_path)
-    try:
-        with serving(engine={"cache_tiers": {"hbm": "8MiB", "cpu": "16MiB", "remote": redis.url}}) as shared:
-            page = tabs.open(shared.url)
-            send(page, "Something to share.")
-            page.click("#show-tiers")
-            card = page.locator(".card", has_text="Shared")
-            card.locator("b", has_text="answers").wait_for()
-            card.locator(".numbers", has_text="0 tokens found here").wait_for()
-            redis.kill()
-            page.click("#show-chat")
-            send(page, "And to compute.")
-            page.click("#show-tiers")
-            card.locator("b", has_text="away").wait_for()
-            page.locator(".state", has_text="The shared tier does not answer").wait_for()
-    finally:
+def test_a_shared_tier_is_shown_where_there_is_one(redis: RedisServer, tabs: Tabs) -> None:
+    with serving(engine={"cache_tiers": {"hbm": "8MiB", "cpu": "16MiB", "remote": redis.url}}) as shared:
+        page = tabs.open(shared.url)
+        send(page, "Something to share.")
+        page.click("#show-tiers")
+        card = page.locator(".card", has_text="Shared")
+        card.locator("b", has_text="answers").wait_for()
+        card.locator(".numbers", has_text="0 tokens found here").wait_for()
         redis.kill()
+        page.click("#show-chat")
+        send(page, "And to compute.")
+        page.click("#show-tiers")
+        card.locator("b", has_text="away").wait_for()
+        page.locator(".state", has_text="The shared tier does not answer").wait_for()
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

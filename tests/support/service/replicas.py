@@ -15,7 +15,7 @@ import pytest
 from tests.support.ray_cluster import ray_cluster
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.service.server_process import ENVIRONMENT, ServerProcess, launch
-from tests.support.shared_sessions import DURABLE
+from tests.support.shared_sessions import DURABLE, secret_file
 from tests.support.waiting import wait_until
 
 ACTOR = "ray::ServeReplica:kvstore:Replica"
@@ -36,14 +36,11 @@ class RayFleet:
 
     def __init__(self, folder: Path, address: str, node: psutil.Process) -> None:
         (folder / "redis").mkdir()
-        (folder / "secret").touch(0o600)
-        (folder / "secret").write_text("of a fleet of tests, long enough\n")
-        (folder / "secret").chmod(0o600)
         self.store, self.node = folder / "store", node
         self.redis = RedisServer(folder / "redis", *DURABLE)
         self.flags = (
             "--session-store", self.redis.url, "--remote", self.redis.url[:-1] + "1",
-            "--fleet-secret-file", str(folder / "secret"),
+            "--fleet-secret-file", secret_file(folder),
         )  # fmt: skip
         self.environment = {"RAY_ADDRESS": address, "HOME": str(folder)}
 

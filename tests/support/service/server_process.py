@@ -36,10 +36,14 @@ class ServerProcess:
     request, get, post, connect = Serving.request, Serving.get, Serving.post, Serving.connect
 
     @property
-    def core(self) -> psutil.Process | None:
-        """The engine's process, if it has one that runs."""
+    def cores(self) -> list[psutil.Process]:
+        """The engines' processes that run."""
         children = psutil.Process(self.process.pid).children()
-        return next((child for child in children if "kvstore.engine.program" in child.cmdline()), None)
+        return [child for child in children if "kvstore.engine.program" in child.cmdline()]
+
+    @property
+    def core(self) -> psutil.Process | None:
+        return next(iter(self.cores), None)
 
     def admin(self, method: str, path: str) -> Reply:
         return self.request(method, path, {} if method == "POST" else None, ADMIN)

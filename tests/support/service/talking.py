@@ -12,6 +12,7 @@ from tests.support.service.serving import Serving, serving
 from tests.support.waiting import TIMEOUT_S
 
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+TALKING_ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 SHORT = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
 
 
@@ -26,8 +27,8 @@ def tenants(folder: Path, **options: Any) -> Iterator[tuple[Serving, Serving]]:
 
 
 def talking_body(path: str, text: str) -> dict[str, Any]:
-    """The body of a request that says this, for any route that generates."""
-    if path == "/v1/chat/completions":
+    """The body of a request that says this, for any route that generates, or as messages for the tokenizer's."""
+    if path in ("/v1/chat/completions", "/tokenize"):
         return {"messages": [{"role": "user", "content": text}]}
     return {{"/chat": "message", "/v1/completions": "prompt", "/v1/responses": "input"}[path]: text}
 

@@ -245,36 +245,6 @@ def test_parallel_continuations_all_see_the_same_past(server, client):
         assert one.id.endswith("_2")
 
 
-BAD = [
-    ({}, "input", "missing"),
-    ({"input": []}, "input", "invalid_value"),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type", "unsupported_content"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
-    ({"input": [{"content": "a"}]}, "input[0].role", "missing"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "unsupported_content"),
-    ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "unsupported_role"),
-    ({"input": [{"role": "assistant", "content": "a"}]}, "messages", "invalid_value"),
-    ({"input": "a", "n": 2}, "n", "invalid_value"),
-    ({"input": "a", "truncation": "never"}, "truncation", "invalid_value"),
-    ({"input": "a", "metadata": {"k": 5}}, None, "invalid_value"),
-    ({"input": "a", "conversation": "conv_1"}, "conversation", "unsupported"),
-    ({"input": "a", "background": True}, "background", "unsupported"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
-    ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format", "unsupported"),
-    ({"input": "word " * 5000}, "messages", "context_length_exceeded"),
-    ({"input": "word " * 5000, "store": False}, "messages", "context_length_exceeded"),
-]
-
-
-@pytest.mark.parametrize(("body", "param", "code"), BAD)
-def test_what_is_wrong_is_named_and_makes_no_session(server, body, param, code):
-    before = sessions_of(server)
-    reply = server.post("/v1/responses", body)
-    assert reply.status == 400, reply.body
-    assert reply.error["code"] == code and (param is None or reply.error["param"] == param), reply.error
-    assert sessions_of(server) == before
-
-
 @pytest.mark.parametrize("name", ["resp_x", "x", "", "resp_" + "a" * 200 + "_1", "resp_a_0", "resp_a_1x", "chatcmpl-1"])
 def test_an_id_that_names_nothing_is_404(server, name):
     reply = server.post("/v1/responses", {"input": "a", "previous_response_id": name})

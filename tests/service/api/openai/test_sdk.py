@@ -155,8 +155,3 @@ def test_errors_are_the_sdks_own_classes(client, server):
     with stranger, pytest.raises(openai.AuthenticationError) as wrong:
         stranger.models.list()
     assert wrong.value.code == "invalid_api_key"
-
-
-def test_a_client_that_does_not_wait_leaves_nothing_running(client):
-    with pytest.raises(openai.APITimeoutError):
-        ask(client.with_options(timeout=0.05), said("Hello"), max_tokens=900, extra_body={"ignore_eos": True})

@@ -1,6 +1,7 @@
 """The routes of sessions: lists and pages, forks, truncation, pins, deletion; and that nobody sees another's."""
 
 import time
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,6 @@ from kvstore.admin.shared import ask_shared
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import crawling, held
 from tests.support.faults import before_each
-from tests.support.redis_server import RedisServer
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
 
@@ -275,19 +275,14 @@ def test_an_unknown_session_is_unknown_to_a_full_server_too():
         stream.leave()
 
 
-def test_a_fork_of_what_another_server_deletes_meanwhile_is_unknown(tmp_path, monkeypatch):
+def test_a_fork_of_what_another_server_deletes_meanwhile_is_unknown(redis):
     """Seen while it is looked up, gone when it is copied."""
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
-    redis = RedisServer(tmp_path)
+    responded = {"previous_response_id": "resp_{}_1", "input": "x"}
     with serving(engine={"session_store": redis.url, "session_durability": "unchecked"}) as server:
-        for path, body in (
-            ("/sessions/{}/fork", {}),
-            ("/v1/responses", {"previous_response_id": "resp_{}_1", "input": "x"}),
-        ):
+        for path, body in (("/sessions/{}/fork", {}), ("/v1/responses", responded)):
             session_id = talk(server, "One.", "Two.")
-            deleted = {"session": {"session_id": session_id}}
+            delete = partial(ask_shared, redis.url, "sessions.delete", {"session": {"session_id": session_id}})
             body = {name: value.format(session_id) for name, value in body.items()}
-            with before_each(server.engine.sessions, "fork", lambda: ask_shared(redis.url, "sessions.delete", deleted)):  # noqa: B023
+            with before_each(server.engine.sessions, "fork", delete):
                 reply = server.post(path.format(session_id), body)
             assert (reply.status, reply.error["code"]) == (404, "session_not_found"), path
-    redis.kill()

@@ -21,7 +21,7 @@ from kvstore.engine.client.messages import Facts, Forget, ReadStats
 from kvstore.engine.core.news import Ended, Said, Update
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
-from kvstore.service.api.context import Context
+from kvstore.service.api.context import Context, Exchange
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.sessions.turns import TurnRequest, delete, open_turn
 from kvstore.service.http.access import Access
@@ -169,12 +169,12 @@ def opened(loop: SeededLoop) -> tuple[Context, SimulatedCore]:
 
 def wanted(text: str, is_new: bool = False) -> TurnRequest:
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    return TurnRequest("", KEY.session_id, is_new, None, [{"role": "user", "content": text}], params, "/chat")
+    return TurnRequest("", KEY.session_id, is_new, None, [{"role": "user", "content": text}], params)
 
 
 async def read(context: Context, request: TurnRequest) -> int | None:
     """The turn's number; None if it was not stored."""
-    async with open_turn(context, request) as turn:
+    async with open_turn(context, Exchange("a", "/chat"), request) as (turn,):
         async for _ in turn:
             pass
         return (await turn.result()).number

@@ -16,7 +16,6 @@ from kvstore.admin.control import ControlServer
 from kvstore.disk.directory import StoreDirectory
 from kvstore.planning.replay import replay
 from kvstore.planning.replay_config import ServiceModel
-from kvstore.service.command.plan import chart as plan_chart
 from kvstore.service.command.plan import tables as plan_tables
 from kvstore.store.history import FILE, OLDER_FILE
 from tests.support.store.small_store import BLOCK_SIZE, PAYLOAD_BYTES
@@ -235,6 +234,7 @@ def test_a_store_that_cannot_say_how_large_its_kv_is(run, owned):
 
 # -- what may be wrong -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("argv", "words"), [
+    (["--servers", "10"], "unknown flag '--servers', as it has been removed: docs/fleet.md has what simulated fleets"),
     (["--polciy", "lru"], "unknown flag '--polciy'; did you mean '--policy'?"),
     (["--policy", "belady"], "--policy is 'belady'; give one of auto, fifo, lru, return"),
     (["--format", "mooncake"], "--format is that of a file"),
@@ -339,7 +339,7 @@ def made_up(*rows, knee=None, ideal=0.8):
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_the_chart_keeps_to_its_width(width):
     rows = [row(1 << i, rate) for i, rate in enumerate((0.1, 0.4, 0.6, 0.7, 0.7))]
-    lines = plan_chart.chart(made_up(*rows, knee=rows[2]), width)
+    lines = plan_tables.chart(made_up(*rows, knee=rows[2]), width)
     assert max(map(len, lines), default=0) <= width
     if width < 33:
         assert lines == []
@@ -352,17 +352,17 @@ def test_the_chart_keeps_to_its_width(width):
 
 def test_a_plain_chart_is_ascii():
     rows = [row(1 << i, rate) for i, rate in enumerate((0.1, 0.4, 0.6))]
-    text = "\n".join(plan_chart.chart(made_up(*rows, knee=rows[1]), 80, plain=True))
+    text = "\n".join(plan_tables.chart(made_up(*rows, knee=rows[1]), 80, plain=True))
     assert text.isascii() and "o" in text and "#" in text
 
 
 def test_no_chart_of_one_capacity():
-    assert plan_chart.chart(made_up(row(4, 0.3), row(4, 0.5)), 80) == []
+    assert plan_tables.chart(made_up(row(4, 0.3), row(4, 0.5)), 80) == []
 
 
 def test_a_higher_point_stands_higher():
     rows = [row(1 << i, rate) for i, rate in enumerate((0.1, 0.4, 0.79))]
-    lines = plan_chart.chart(made_up(*rows), 60)[:-1]
+    lines = plan_tables.chart(made_up(*rows), 60)[:-1]
     heights = {line.index("●"): -number for number, line in enumerate(lines) if "●" in line}
     assert [heights[place] for place in sorted(heights)] == sorted(heights.values()) and len(heights) == 3
 
