@@ -7,18 +7,15 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `text/`: templates, prompts, answers' text
 - `sessions/`: conversations as token ids
 - `client/`: the one client of the core, and the core here, in a process of its own, or several times
-- `process/`: what processes of ours have in common: start, channel, signs of life, restarts
+- `process/`: what processes of ours have in common: start, channel, signs of life, end
 - `ranks/`: other processes, each with a part of the model
 - `builtin/`: the built-in model's files
 - `admin`: eviction, deletion of sessions, and the requests of other processes
 - `async_engine`: `AsyncEngine`: an engine for asyncio, and its sessions as `AsyncChat`
 - `config`: the engine's options, built once and checked
-- `core_process`: the program of the engine's own process
 - `engine`: `Engine`: prompts, conversations and administration, whichever process computes
-- `local_model`: the model of a core in this process, whole or the first rank's part: loads and intercepts it
-- `lifetime`: how an engine ends: it is closed or dropped, or the interpreter exits
 - `progress`: what an engine says while it starts
-- `rank_process`: the program of another rank's process
+- `program`: the program of a process that computes for another: of an engine, or of another rank
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: the shape of `Engine.stats()`

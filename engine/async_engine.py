@@ -206,7 +206,7 @@ class AsyncEngine:
         turn_starts: Sequence[int] = (),
     ) -> Turn[Handle]:
         """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced, turn_starts: see
-        `Engine.submit`.
+        `CoreClient.submit`.
         """
 
         async def script(turn: Turn[Handle]) -> Handle:

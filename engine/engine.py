@@ -5,42 +5,46 @@ Loads no torch before a core is opened. Sessions and answers are here, whichever
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kvstore.admin.control import ControlServer
-from kvstore.blocks.ids import BlockId
 from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector, hold_store
 from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.admin import Admin, weak_handler
-from kvstore.engine.client.core import Core, State
-from kvstore.engine.client.messages import Flush, ReadStats, Spliced
+from kvstore.engine.client.core import Core
+from kvstore.engine.client.messages import Flush, ReadStats
 from kvstore.engine.client.opening import check_process, open_here, open_own
-from kvstore.engine.client.requests import Bell, CoreClient, Handle, Listener
+from kvstore.engine.client.requests import Bell, CoreClient
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.lifetime import Closing, open_waiting_for_lock
 from kvstore.engine.model.files import why_no_chat
-from kvstore.engine.outputs import Piece, RequestOutput, describe_tiers
+from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.progress import shown
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import Chats, ChatSession, Language
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids
-from kvstore.errors import KVStoreError, RemoteError, StoreLostError
+from kvstore.errors import KVStoreError, RemoteError, StoreLockedError, StoreLostError
 from kvstore.sessions.answers import open_answers
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.opening import open_shared_sessions
 from kvstore.sessions.store import SessionStore, open_sessions
 
+T = TypeVar("T")
 ROUND_S = 5.0
+LOCK_WAIT_S = 5.0
+LOCK_RETRY_S = 0.1
+OWN_THREADS = "kvstore-"  # with which the names of our threads begin
 
 
 class Engine:
@@ -152,6 +156,7 @@ class Engine:
         """
         tokenizer, self.facts = self.tokenizer, self.core.facts
         self.client = CoreClient(self.core, None if tokenizer is None else tokenizer.backend_tokenizer)
+        self.submit, self.stream, self.abort = self.client.submit, self.client.stream, self.client.abort
         self._tiers = describe_tiers(self.client.call(ReadStats()))  # asked now, since `repr` must not wait
         template = ChatTemplate.of(tokenizer)
         fault = None if template is None else template.fault()
@@ -184,23 +189,6 @@ class Engine:
         """Whether the engine accepts no more requests."""
         return self._closing.closed or self.client.closed
 
-    @property
-    def state(self) -> State:
-        """ "running"; "restarting"; "failed" if the core's process has ended more than max_restarts times within an
-        hour, failed restarts included; "closed". With several engines that of the one that is best off.
-        """
-        return self.core.state
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the core's own process gave its last sign of life, due every half second; 0 without one."""
-        return self.core.silent_s
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the core's own process; None while there is none, or if there are several."""
-        return self.core.pid
-
     # -- the library's interface -------------------------------------------------------------------------------------
     def generate(
         self,
@@ -220,7 +208,7 @@ class Engine:
         ids = [prompt_ids(prompt, self.tokenizer, self.facts.vocab_size) for prompt in texts]
         bell = Bell(only_ends=True)
         asked = list(zip(ids, each, strict=True))
-        handles = self.client.submit(asked, tenant, cache_salt, priority, listener=bell)
+        handles = self.client.submit_all(asked, tenant, cache_salt, priority, listener=bell)
         try:
             for handle in handles:
                 bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
@@ -286,40 +274,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-    def submit(
-        self,
-        token_ids: list[int],
-        params: SamplingParams,
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        spliced: Spliced | None = None,
-        listener: Listener | None = None,
-        turn_starts: Sequence[int] = (),
-    ) -> Handle:
-        """Queue one prompt of token ids; never waits. Raises as `generate`.
-
-        spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
-        of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
-        known: others may go on from there in another way. Raises EngineOverloadedError if the engine's process has too
-        many requests, EngineDiedError if it has ended.
-        """
-        prompts = [(token_ids, params)]
-        return self.client.submit(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts)[0]
-
-    def stream(self, handle: Handle) -> Iterator[Piece]:
-        """Pieces of a submitted request as they come; leaving the loop early aborts it."""
-        return self.client.stream(handle)
-
-    def abort(self, handle: Handle) -> None:
-        """End a request; its blocks are released on return. Does nothing if it is done or the engine is closed."""
-        self.client.abort(handle)
-
-    def root(self, tenant: str) -> BlockId:
-        """The lineage root of this tenant's chains."""
-        return self.client.facts.root(tenant)
-
     # -- for tests and measurements, where the core is in this process ------------------------------------------------
     @property
     def loop(self) -> StepLoop:
@@ -360,3 +314,51 @@ def _carry_out_deletions(admin: Admin) -> Callable[[], None]:
     thread = threading.Thread(target=run, name="kvstore-rounds", daemon=True)
     thread.start()
     return close
+
+
+class Closing:
+    """Closes everything that an engine has opened: once, the last first, and each even if others raise.
+
+    closed: whether closing has begun. Does nothing in a forked child: threads and files are the parent's.
+    """
+
+    def __init__(self, opened: ExitStack) -> None:
+        self.closed = False
+        self._opened = opened
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # held while closing
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._opened.close()
+
+    def close_dropped(self) -> None:
+        """Close a dropped engine.
+
+        The collector may run in any thread, even in one for which `close` waits. In that case a new thread closes it.
+        """
+        if threading.current_thread().name.startswith(OWN_THREADS) and os.getpid() == self._pid:
+            threading.Thread(target=self.close, name="engine-shut").start()
+        else:
+            self.close()
+
+
+def open_waiting_for_lock(opened: Callable[[], T], timeout_s: float = LOCK_WAIT_S) -> T:
+    """Retry `opened` while another process, which may be about to end, holds the store's lock.
+
+    Raises StoreLockedError if the lock is still held at the end.
+    """
+    deadline: float | None = None
+    while True:
+        try:
+            return opened()
+        except StoreLockedError:
+            now = time.monotonic()
+            deadline = now + timeout_s if deadline is None else deadline
+            if now >= deadline:
+                raise
+            time.sleep(min(LOCK_RETRY_S, max(0.0, deadline - now)))

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from kvstore.config import CacheTiers
 from kvstore.engine.async_engine import AsyncEngine
-from kvstore.engine.client.dividing import check_divisible
+from kvstore.engine.client.opening import check_divisible
 from kvstore.engine.config import EngineConfig, default_topic
 from kvstore.engine.model.files import check_speaks, local_path
 from kvstore.engine.outputs import describe_tiers

@@ -53,7 +53,7 @@ ARROWS = {  # sub-package: what it may import of its layer
         "model": "core builtin",
         "process": "core",
         "ranks": "process model core",
-        "client": "ranks local_model process model text core",
+        "client": "ranks process model text core",
         "sessions": "client text core",
     },
     "service": {
@@ -85,8 +85,7 @@ ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
 }  # fmt: skip
 TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.model", "bench", "tests")
 ASSEMBLERS = {
-    "kvstore.store.assembly", "kvstore.engine.client.local", "kvstore.engine.local_model",
-    "kvstore.engine.ranks.follower",
+    "kvstore.store.assembly", "kvstore.engine.client.local", "kvstore.engine.ranks.follower",
 }  # fmt: skip
 DECIDES = {"kvstore.memory.tier", "kvstore.rope.splice", "kvstore.engine.model.files"}  # beside tensors, without any
 HEAVY = {"torch", "transformers", "triton"}

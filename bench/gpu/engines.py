@@ -270,7 +270,7 @@ def check_identity(machine: Machine) -> None:
 def kv_of(person: Person) -> list[torch.Tensor]:
     """Keys and values of the history as they are in HBM, one tensor for each cache."""
     engine, chain = person.engine, list[BlockId]()
-    extend_chain(chain, engine.root(""), person.history, engine.facts.block_size)
+    extend_chain(chain, engine.facts.root(""), person.history, engine.facts.block_size)
 
     def copies() -> list[torch.Tensor]:
         numbers = [engine.loop.pool.lookup(block_id) for block_id in chain]

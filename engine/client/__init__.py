@@ -2,18 +2,13 @@
 
 Knows no session and no HTTP. Only `local` loads torch.
 
-- `affinity`: which of several engines has the KV of a prompt's beginning
 - `core`: `Core`: what computes, wherever it runs
-- `dividing`: one configuration for several engines becomes one for each
-- `life`: one life of the core's process as its parent sees it
-- `local`: `LocalCore`: assembles loop, model and tiers in this process
+- `local`: `LocalCore`: loads the model, whole or the first rank's part, and assembles loop, model and tiers here
 - `messages`: prompts, verbs and their results, as they also cross between processes
-- `opening`: opens the core that an engine has
+- `opening`: opens the core that an engine has, and divides one configuration among several
 - `remote`: `RemoteCore`: starts, watches, restarts and closes a core in a process of its own, and speaks with it
 - `requests`: `CoreClient`: every running request with its handle, text, stop strings and usage
-- `server`: serves a core through a channel
-- `several`: `SeveralCores`: several processes, each with the whole model, as one core
-- `totals`: their counters in one dict
+- `several`: `SeveralCores`: several processes, each with the whole model, as one core: routes, adds up counters
 
 Decisions:
 
@@ -24,7 +19,8 @@ stop string ends a request one step later where the next step has already begun.
 
 The core may run in a process of its own, as vLLM's does. Prompts, news and calls share one socket pair, which the
 event loop reads itself. A call has a number; its caller waits for the answer in a thread. Messages are msgspec's;
-nothing is pickled. It is faster with few clients (8 to 15 % between tokens), and it can be restarted.
+nothing is pickled. It is faster with few clients (8 to 15 % between tokens), and it can be restarted: at once, then
+with growing delays.
 
 Of several cores a request goes to the one where its conversation was last, and a new conversation to the one with the
 fewest requests. A prefix with which several conversations begin, such as a system prompt, says nothing of where one of

@@ -29,7 +29,9 @@ class Core(Protocol):
 
     @property
     def state(self) -> State:
-        """ "running"; "restarting"; "failed" if its process has ended too often, or if a rank has; "closed"."""
+        """ "running"; "restarting"; "failed" if its process has ended more than max_restarts times within an hour,
+        failed restarts included, or if a rank has; "closed". Of several that of the one that is best off.
+        """
 
     @property
     def pid(self) -> int | None:
@@ -37,7 +39,7 @@ class Core(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its own process gave its last sign of life; 0 without one."""
+        """Seconds since its own process gave its last sign of life, due every half second; 0 without one."""
 
     @property
     def is_reader(self) -> bool:

@@ -6,9 +6,11 @@ Any thread may call it, and then waits for `kvstore.engine.core.step_loop`. Only
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,44 +24,135 @@ from kvstore.blocks.records import Evict, Evicted
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.weights import weights_digest
+from kvstore.engine.client import messages
 from kvstore.engine.client.core import State
-from kvstore.engine.client.messages import (
-    Call,
-    CompactBlocks,
-    EvictBlocks,
-    Facts,
-    Flush,
-    Forget,
-    Pin,
-    Prefetch,
-    ReadStats,
-    Splice,
-    Submit,
-    VerifyBlocks,
-)
-from kvstore.engine.config import EngineConfig, default_topic
+from kvstore.engine.client.messages import Call, Facts, Submit
+from kvstore.engine.config import EngineConfig, SchedulerConfig, default_topic
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.news import Update
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.local_model import open_model, open_ranks
+from kvstore.engine.model.devices import num_hbm_blocks, own_device
 from kvstore.engine.model.fingerprint import fingerprint
 from kvstore.engine.model.interception import PositionFreeModel
-from kvstore.engine.model.loading import Loaded
+from kvstore.engine.model.loading import Loaded, load
+from kvstore.engine.model.parallel.group import Part, part_of_process
+from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
-from kvstore.engine.process.pulse import Heart
-from kvstore.engine.progress import KERNELS, begin
+from kvstore.engine.process.child import Heart
+from kvstore.engine.progress import KERNELS, PROBE, WEIGHTS, begin
+from kvstore.engine.ranks.launch import started_here
+from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks, end_hung
-from kvstore.errors import ConfigError, EngineClosedError
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go
+from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.memory.ranked import OtherRanks
-
-R = TypeVar("R")
 
 if TYPE_CHECKING:
     from kvstore.remote.kv_events import KVEvents
+
+R = TypeVar("R")
+
+
+def open_model(
+    config: EngineConfig, ranks: Ranks | None
+) -> tuple[Loaded, PositionFreeModel, SchedulerConfig, int, bool]:
+    """A model that is ready to run, its limits, the number of blocks in its HBM pool, and whether decode steps will be
+    CUDA graphs.
+
+    ranks: load the other parts meanwhile. Raises as `load` and `intercept`, and the errors of these ranks.
+    """
+
+    def check(network: Any, tokenizer: Any) -> None:
+        check_room(config, network)
+        template = None if config.chat_template is None else ChatTemplate.of(tokenizer)
+        if template is not None and (fault := template.fault()) is not None:
+            raise ConfigError("chat_template", f"one that cannot be used: {fault}", "give another one")
+
+    device, part = own_device(config), None
+    if ranks is not None:
+        part = part_of_process(0, config.tensor_parallel_size, config.pipeline_parallel_size, device)
+    begin(WEIGHTS)
+    loaded = load(
+        config.model, device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
+        config.chat_template, check, part,
+    )  # fmt: skip
+    limits = config.scheduler(loaded.max_model_len)
+    has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager and ranks is None
+    has_store = bool(config.tiers.cpu or config.tiers.disk)
+    with nullcontext() if ranks is None else ranks.blamed():
+        if ranks is not None and part is not None:
+            ranks.wait_loaded()
+            _join(part, ranks)
+            for other in ranks.others:
+                other.child.when_ended(part.cut)
+        begin(PROBE)
+        model = intercept(loaded.model, loaded.max_model_len, True, part)
+        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes)
+        if part is not None:
+            num_blocks = part.least(num_blocks)
+    return loaded, model, limits, num_blocks, has_graphs
+
+
+def _join(part: Part, ranks: Ranks) -> None:
+    """Join the groups of all ranks. In a thread, as nothing ends its wait for one that has ended before it has joined.
+
+    Raises EngineDiedError.
+    """
+    joined = Future[None]()
+
+    def settle(error: Exception | None) -> None:
+        with suppress(InvalidStateError):  # the first counts
+            joined.set_result(None) if error is None else joined.set_exception(error)
+
+    def join() -> None:
+        try:
+            part.join(ranks.rendezvous, ranks.host)
+            settle(None)
+        except Exception as error:
+            settle(error)
+
+    for other in ranks.others:
+        other.child.when_ended(lambda: settle(EngineDiedError(ranks.loss)))
+    threading.Thread(target=join, name="kvstore-join", daemon=True).start()
+    joined.result()
+
+
+def check_room(config: EngineConfig, network: Any) -> None:
+    """Check before weights are read that the tiers have room for blocks, as far as the model's configuration tells.
+
+    Raises ConfigError.
+    """
+    text = network.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or (num_heads and text.hidden_size // num_heads)
+    dtype = getattr(text, "dtype", None) if config.dtype == "auto" else getattr(torch, config.dtype)
+    if num_kv_heads and head_dim:
+        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+        layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
+        config.tiers.check_room(text.num_hidden_layers * layer_bytes)
+
+
+@contextmanager
+def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
+    """Start the other ranks. Raises ConfigError, also if there are too few devices, and
+    EngineDiedError if one does not come. On one machine all ranks get the same number of threads.
+    """
+    own_device(config)  # there must be one, before anything is started
+    size, device = config.num_ranks, config.device if config.distributed_executor == "here" else "cpu"
+    arguments = [{**config.arguments(), "device": device}] * (size - 1)
+    if config.distributed_executor == "ray":
+        launching = others_on_ray(arguments, silence_s, torch.get_num_threads())
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        launching = started_here(arguments, silence_s, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+    with launching as launch:
+        yield Ranks(launch, config.block_size, config.tensor_parallel_size - 1)
 
 
 class LocalCore:
@@ -94,8 +187,7 @@ class LocalCore:
             if config.num_ranks > 1:
                 self._ranks = opened.enter_context(open_ranks(config, silence_s))
                 heart.stuck = partial(end_hung, self._ranks.others)
-            found = open_model(config, self._ranks)
-            loaded, model, limits, num_blocks = found.loaded, found.model, found.limits, found.num_blocks
+            loaded, model, limits, num_blocks, has_graphs = open_model(config, self._ranks)
             self.tokenizer = loaded.tokenizer
             self._eos_token_ids = loaded.eos_token_ids
             self._call_token_ids = loaded.call_token_ids
@@ -112,7 +204,7 @@ class LocalCore:
         holdings = self.connector.holdings
         on_gone = None if holdings is None else partial(holdings.gone, Place.HBM)
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
-        capturer = CudaCapturer(loaded.device) if found.has_graphs else None
+        capturer = CudaCapturer(loaded.device) if has_graphs else None
         runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
         self.loop = StepLoop(
             Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings), self.connector),
@@ -208,27 +300,27 @@ class LocalCore:
     def _carried_out(self, verb: Call[Any]) -> object:
         connector, upkeep = self.connector, self.connector.upkeep
         match verb:
-            case Splice(chain, token_ids, lineage, spans, tenant):
+            case messages.Splice(chain, token_ids, lineage, spans, tenant):
                 return connector.splice(chain, token_ids, lineage, spans, tenant)
-            case Prefetch(chain, token_ids, lineage, tenant):
+            case messages.Prefetch(chain, token_ids, lineage, tenant):
                 connector.prefetch(chain, token_ids, lineage, tenant)
                 return None
-            case Pin(chain, seconds, expires_s):
+            case messages.Pin(chain, seconds, expires_s):
                 return self.loop.call(connector.pin, chain, seconds, expires_s)
-            case Forget(block_ids, timeout_s):
+            case messages.Forget(block_ids, timeout_s):
                 return self._forget(block_ids, timeout_s)
-            case EvictBlocks(what):
+            case messages.EvictBlocks(what):
                 return self._evict(what)
-            case VerifyBlocks(delete):
+            case messages.VerifyBlocks(delete):
                 return upkeep.verify(delete)
-            case CompactBlocks():
+            case messages.CompactBlocks():
                 return upkeep.compact()
-            case Flush(chain, timeout_s):
+            case messages.Flush(chain, timeout_s):
                 if chain:
                     return upkeep.share(chain, timeout_s)
                 upkeep.flush()
                 return 0
-            case ReadStats():
+            case messages.ReadStats():
                 return self._stats()
             case _:
                 raise AssertionError(f"no verb: {verb}")

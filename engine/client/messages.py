@@ -14,7 +14,8 @@ import msgspec
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.core.news import Update
-from kvstore.engine.process.wire import Failure, error_of, failure_of
+from kvstore.engine.process.wire import Failed, as_error
+from kvstore.engine.process.wire import encode as encoded
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import RequestError
 
@@ -50,7 +51,7 @@ class Facts:
 # -- requests --------------------------------------------------------------------------------------------------------
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
-    see `Engine.submit`.
+    see `CoreClient.submit`.
     """
 
     request_id: str
@@ -157,33 +158,16 @@ class Close(msgspec.Struct, tag=True, array_like=True):
     """Close the core in order and end the process."""
 
 
-class Start(msgspec.Struct):
-    """The first line that the process reads, as JSON."""
-
-    parent: int  # process id of the front
-    channel: int  # descriptors of the process' ends
-    pulse: int
-    silence_s: float  # the process is killed after so long without a sign of life
-    store: tuple[str, int, int] | None  # path of the directory that the front owns, descriptors that carry its locks
-    arguments: dict[str, Any]  # of `Engine`
-
-
-class Starting(msgspec.Struct, tag=True):
+class Starting(msgspec.Struct, tag=True, array_like=True):
     """The core begins a stage of its start."""
 
     stage: str
 
 
-class Hello(msgspec.Struct, tag=True):
+class Opened(msgspec.Struct, tag=True, array_like=True):
     """The core is ready."""
 
     facts: Facts
-
-
-class NotStarted(msgspec.Struct, tag=True):
-    """The core could not be opened; the process ends."""
-
-    error: Exception
 
 
 class Updates(msgspec.Struct, tag=True, array_like=True):
@@ -200,16 +184,6 @@ class Answered(msgspec.Struct, tag=True, array_like=True):
     error: Exception | None = None
 
 
-def _as_data(error: object) -> Failure:
-    if not isinstance(error, Exception):
-        raise NotImplementedError(f"{type(error).__name__} is no part of a message")
-    return failure_of(error)
-
-
-def _as_error(_: type, data: Any) -> Exception:
-    return error_of(Failure(*data))
-
-
 _RESULTS = {verb: msgspec.msgpack.Decoder(get_args(verb.__orig_bases__[0])[0]) for verb in get_args(Verb)}
 
 
@@ -220,14 +194,10 @@ def decode_result(verb: Call[R], data: msgspec.Raw) -> R:
 def encode(message: object) -> bytes:
     """Raises RequestError for a text that is not valid Unicode."""
     try:
-        return _encode(message)
+        return encoded(message)
     except UnicodeEncodeError:
         raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_as_data).encode
 decode_inbound = msgspec.msgpack.Decoder(Submit | End | Called | Close).decode
-decode_outbound = msgspec.msgpack.Decoder(Updates | Answered, dec_hook=_as_error).decode
-decode_announcement = msgspec.msgpack.Decoder(Starting | Hello | NotStarted, dec_hook=_as_error).decode
-encode_start = msgspec.json.Encoder().encode
-decode_start = msgspec.json.Decoder(Start).decode
+decode_outbound = msgspec.msgpack.Decoder(Updates | Answered | Starting | Opened | Failed, dec_hook=as_error).decode

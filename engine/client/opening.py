@@ -6,24 +6,58 @@ Loads no torch before that.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import LossWatch
 from kvstore.engine.client.core import Core
-from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
-from kvstore.engine.client.life import CoreProcess
 from kvstore.engine.client.remote import RemoteCore
-from kvstore.engine.client.several import CoreReplica, SeveralCores
+from kvstore.engine.client.several import SeveralCores
 from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.model.files import find_model
-from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
+from kvstore.engine.process.child import SLOW_FACTOR, Child, Heart
+from kvstore.engine.process.wire import Start
 from kvstore.errors import ConfigError
 from kvstore.owned_disk import OwnedDisk
 
+THREADS = "OMP_NUM_THREADS"
 AHEAD_SHARE = 8  # an engine that has this part of a batch more to do than another gives its conversations to that
+
+
+def check_divisible(config: EngineConfig) -> None:
+    """Raises ConfigError for what several engines cannot share."""
+    size, tiers = config.data_parallel_size, config.tiers
+    if size == 1:
+        return
+    if config.kv_events is not None:
+        raise ConfigError("kv_events", "set, but routers follow one engine", {"data_parallel_size": 1})
+    if config.distributed_executor != "here":
+        value = f"{config.distributed_executor}, which starts one engine, not {size}"
+        raise ConfigError("distributed_executor", value, {"data_parallel_size": 1})
+    if tiers.disk and not tiers.cpu:
+        value = f"0, but {size} engines that share a disk read from it into the CPU tier"
+        raise ConfigError("cpu", value, "give it a size")
+    if tiers.disk and tiers.remote is not None:
+        value = f"set, but so is a disk, and {size} engines share one of them"
+        raise ConfigError("remote", value, "give disk 0, or one server to each disk")
+
+
+def divided(config: EngineConfig, root_secret: bytes, disk_owner: str | None) -> list[EngineConfig]:
+    """Each has its part of the CPU tier, and no disk but the owner's. root_secret: of their lineage roots."""
+    tiers = replace(config.tiers, cpu=int(config.tiers.cpu) // config.data_parallel_size, disk=0)
+    shared = replace(config, tiers=tiers, root_secret=root_secret.hex(), disk_owner=disk_owner)
+    return [replace(shared, data_parallel_rank=rank) for rank in range(config.data_parallel_size)]
+
+
+def environment_of_each(size: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Divides the processors among the computing threads of the engines, unless the user has said how many."""
+    if size == 1 or THREADS in environment:
+        return {}
+    return {THREADS: str(max(1, len(os.sched_getaffinity(0)) // size))}
 
 
 def check_process(config: EngineConfig, process: str, silence_s: float) -> None:
@@ -71,8 +105,8 @@ def open_own(
         each = divided(config, secret, None if disk is None else disk.path)
     settings, cores = environment_of_each(size), list[RemoteCore]()
     for one in each:
-        start = partial(CoreProcess, one.arguments(), store, silence_s, shutdown_s, settings)
-        cores.append(RemoteCore(start, max_restarts))
+        start = partial(Child, Start(silence_s, one.arguments(), store), settings)
+        cores.append(RemoteCore(start, max_restarts, shutdown_s))
         opened.callback(cores[-1].close)
     from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
 
@@ -82,7 +116,6 @@ def open_own(
     if size == 1:
         return cores[0], tokenizer
     config.tiers.check_room(cores[0].facts.block_bytes)
-    replicas = [CoreReplica(rank, core) for rank, core in enumerate(cores)]
-    several = SeveralCores(replicas, disk, max(1, config.max_num_seqs // AHEAD_SHARE))
+    several = SeveralCores(cores, disk, max(1, config.max_num_seqs // AHEAD_SHARE))
     opened.callback(several.close)
     return several, tokenizer

@@ -1,43 +1,97 @@
 """A core in a process of its own: starts, watches, restarts and closes it, and speaks with it.
 
-A thread starts the process and waits for its end. So tokenizing, templates, the text of answers and HTTP do not share
-an interpreter with the engine's steps.
+So tokenizing, templates, the text of answers and HTTP do not share an interpreter with the engine's steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import selectors
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from kvstore.engine.client.core import State
-from kvstore.engine.client.life import CoreProcess
-from kvstore.engine.client.messages import Call, End, Facts, ReadStats, Submit, decode_result, encode
+from kvstore.engine.client.messages import (
+    Answered,
+    Call,
+    Called,
+    Close,
+    End,
+    Facts,
+    Opened,
+    ReadStats,
+    Starting,
+    Submit,
+    Updates,
+    decode_outbound,
+    decode_result,
+    encode,
+)
 from kvstore.engine.core.news import Ended, Update
-from kvstore.engine.process.readiness import Readiness
-from kvstore.engine.process.restarts import Restarts
+from kvstore.engine.process.channel import Readiness
+from kvstore.engine.process.child import Child
+from kvstore.engine.process.wire import Failed
+from kvstore.engine.progress import begin
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 
 R = TypeVar("R")
 MAX_REQUESTS = 16384
 POLL_S = 1.0
+SILENT_S = 10.0  # without a sign of life: it gets no new request, and nobody waits for it who need not
+LOOK_S = 0.25  # how often to look whether it still gives signs
+WINDOW_S = 3600.0  # the limit of restarts counts the ends of this span
+MAX_DELAY_S = 60.0
+SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
 LOGGER = logging.getLogger("kvstore.engine")
 WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
 
 
-class RemoteCore:
-    """A `Core`. Nobody waits for the process while holding the lock of `changed`.
+@dataclass(slots=True)
+class Restarts:
+    """The first restart comes at once, the next after a second; then the delay doubles up to MAX_DELAY_S."""
 
-    start: starts a process. max_restarts: how often, within an hour. max_requests: in the process at once; this bounds
-    what is queued between the two processes. facts: of the process that runs, or ran last. started: done when it is
-    ready; has the error if it could not be opened.
+    limit: int  # ends within WINDOW_S; after one more the process stays down
+    clock: Callable[[], float] = time.monotonic
+    num_restarts: int = 0  # counted by whoever starts the process, also when the start fails
+    why: str = ""  # how the last process ended
+    delay_s: float = 0.0  # to wait before the next start
+    _ends_s: deque[float] = field(default_factory=deque)  # when processes, and attempts to start one, ended
+
+    def note_end(self, how: str) -> bool:
+        """Count an end. Returns whether the process is to be started again."""
+        now = self.clock()
+        self._ends_s.append(now)
+        while now - self._ends_s[0] > WINDOW_S:
+            self._ends_s.popleft()
+        num_ends = len(self._ends_s)
+        self.why, self.delay_s = how, min(2.0 ** (num_ends - 2), MAX_DELAY_S) if num_ends > 1 else 0.0
+        if goes_on := num_ends <= self.limit:
+            following = f"it is started again in {self.delay_s:g} s, {num_ends} of {self.limit} an hour"
+        else:
+            following = f"it is not started again: the limit of restarts an hour is {self.limit}"
+        LOGGER.error("the engine's process ended (%s); %s", how, following)
+        return goes_on
+
+
+class RemoteCore:
+    """A `Core`. Nobody waits for the process while holding the lock of `changed`, under which all is sent and received.
+
+    start: starts a process. max_restarts: how often, within an hour. shutdown_s: how long `close` waits before it kills
+    the process. max_requests: in the process at once; this bounds what is queued between the two processes. facts: of
+    the process that runs, or ran last. started: done when it is ready; has the error if it could not be opened.
     """
 
-    def __init__(self, start: Callable[[], CoreProcess], max_restarts: int) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[], Child], max_restarts: int, shutdown_s: float) -> None:
+        self._start, self._shutdown_s = start, shutdown_s
         self.max_requests = MAX_REQUESTS
         self.changed = threading.Condition()  # the state has changed
         self.state: State = "starting"
@@ -46,7 +100,9 @@ class RemoteCore:
         self.on_news: Callable[[], None] = lambda: None
         self._running = set[str]()  # ids of requests
         self._lost = list[Update]()  # the ends of those that ended with their process
-        self._life: CoreProcess | None = None
+        self._calls: dict[int, Future[msgspec.Raw]] = {}  # by number, until they are answered
+        self._numbers = itertools.count()
+        self._child: Child | None = None
         self._owner = os.getpid()
         self.readiness = Readiness()
         self.reader: threading.Thread | None = None  # the thread that reads the process' messages
@@ -63,32 +119,39 @@ class RemoteCore:
         return len(self._running)
 
     @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it runs and gives signs of life."""
+        return self.is_running and self.silent_s < SILENT_S
+
+    @property
     def is_over(self) -> bool:
         """Whether no process runs any more, and none is started again."""
         return self.state in ("closed", "failed")
 
     # -- the process -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
-        """Start and watch one process after the other; they live only as long as this thread, their parent."""
+        """Start and watch one process after the other."""
         try:
-            life: CoreProcess | None = self._begin()
+            child: Child | None = self._begin()
         except Exception as error:
             self.started.set_exception(error)
             return
         self.started.set_result(None)
-        while life is not None:
-            how = life.wait()
+        while child is not None:
+            how = child.wait()
             with self.changed:
                 if not self.is_over:
-                    self._life = None
-                    self._lose_all(EngineDiedError(f"the engine's process ended ({how})"))
+                    self._let_go(EngineDiedError(f"the engine's process ended ({how})"))
                     self._note_end(how)  # behind that, or the reader could end before it has told them
+                    child.channel.close()
             self.readiness.wake()  # the reader tells whoever waits for these requests
-            life.retire()
-            self.readiness.wake()
-            life = self._begun_again()
+            child = self._begun_again()
 
-    def _begun_again(self) -> CoreProcess | None:
+    def _begun_again(self) -> Child | None:
         """Start the next process; None when the engine is closed or has failed."""
         while True:
             with self.changed:
@@ -104,25 +167,50 @@ class RemoteCore:
                         self._note_end(f"it could not be started: {why}")
                 self.readiness.wake()
 
-    def _begin(self) -> CoreProcess:
-        life = self._start()
+    def _begin(self) -> Child:
+        child = self._start()
         try:
-            facts = life.greeted(lambda: not self.is_over)
+            facts = self._greeting(child)
             with self.changed:
                 if self.is_over:
                     raise EngineClosedError("the engine is closed")
-                life.watch_with(self.readiness.selector)
-                self._life, self.facts, self.state = life, facts, "running"
+                child.on_unread, child.is_loading = self.readiness.wake, False
+                self._child, self.facts, self.state = child, facts, "running"
+                self._look_at(child)
                 self.changed.notify_all()
         except Exception:
-            life.kill()
+            child.end(encode(Close()), 0.0)
             raise
-        return life
+        return child
 
-    def _lose_all(self, error: Exception | None) -> None:
-        """All requests have ended, aborted or with this error. Call it with the lock."""
+    def _greeting(self, child: Child) -> Facts:
+        """Wait until the process is ready. Raises what prevented that, or EngineDiedError."""
+
+        def check() -> None:
+            if self.is_over:
+                raise EngineDiedError("the engine was closed while it was loading")
+
+        for said in map(decode_outbound, child.first_messages(check)):
+            if isinstance(said, Opened):
+                return said.facts
+            if isinstance(said, Failed):
+                raise said.error
+            begin(cast(Starting, said).stage)
+        raise AssertionError("unreachable")
+
+    def _let_go(self, error: Exception | None) -> Child | None:
+        """Nothing more is said to the process, or heard of it: its requests have ended, aborted or with this error.
+        Returns it. Call it with the lock.
+        """
+        child, self._child = self._child, None
+        if child is not None:
+            self._look_at(child)
         self._lost += [Update(request_id, [], Ended(error=error)) for request_id in self._running]
         self._running.clear()
+        for answer in self._calls.values():
+            answer.set_exception(EngineDiedError("the engine's process ended in a call: it is not known to be done"))
+        self._calls.clear()
+        return child
 
     def _note_end(self, how: str) -> None:
         """A process has ended, or could not be started. Call it with the lock."""
@@ -134,77 +222,97 @@ class RemoteCore:
         if os.getpid() != self._owner:
             return
         with self.changed:
-            life, self._life = self._life, None
-            self._lose_all(None)
+            child = self._let_go(None)
             if not self.is_over:
                 self.state = "closed"
             self.changed.notify_all()
         self.readiness.wake()
-        if life is not None:
-            life.end()
+        if child is not None:
+            child.end(encode(Close()), self._shutdown_s)
         for thread in (self._watcher, self.reader):
             if thread is not None and thread.name in (WATCH, READ) and thread is not threading.current_thread():
                 thread.join()
 
     @property
     def pid(self) -> int | None:
-        return None if (life := self._life) is None else life.pid
+        return None if (child := self._child) is None else child.pid
 
     @property
     def silent_s(self) -> float:
         """Seconds since the process gave a sign of life."""
-        return 0.0 if (life := self._life) is None else life.pulse.silent_s
+        return 0.0 if (child := self._child) is None else child.silent_s
 
     # -- what is said to it ------------------------------------------------------------------------------------------
     def check_open(self) -> None:
-        self._open_life()
-
-    def _open_life(self) -> CoreProcess:
-        """The running process. Raises EngineClosedError or EngineDiedError."""
         with self.changed:
-            if self.state == "closed":
-                raise EngineClosedError("the engine is closed")
-            if self._life is None:
-                again = "and is being started again; try again"
-                following = again if self.state == "restarting" else "too often and stays down; restart the server"
-                raise EngineDiedError(f"the engine's process ended ({self.restarts.why}) {following}")
-            return self._life
+            self._running_child()
+
+    def _running_child(self) -> Child:
+        """The process. Raises EngineClosedError or EngineDiedError. Call it with the lock."""
+        if self.state == "closed":
+            raise EngineClosedError("the engine is closed")
+        if self._child is None:
+            again = "and is being started again; try again"
+            following = again if self.state == "restarting" else "too often and stays down; restart the server"
+            raise EngineDiedError(f"the engine's process ended ({self.restarts.why}) {following}")
+        return self._child
+
+    def _send(self, child: Child, message: bytes) -> None:
+        """Send a message; never waits. Raises EngineOverloadedError. Call it with the lock."""
+        if child.channel.num_unsent >= SEND_LIMIT:
+            raise EngineOverloadedError("the engine's process takes nothing more; try again")
+        child.send(message)
+        self._look_at(child)
+
+    def _look_at(self, child: Child) -> None:
+        """Let the reader know of messages, and of room while something is unsent. Call it with the lock."""
+        channel, selector = child.channel, self.readiness.selector
+        key, events = selector.get_map().get(channel), 0
+        if child is self._child and not channel.ended:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.num_unsent else 0)
+        if key is not None and key.events != events:
+            selector.unregister(channel)
+        if events and (key is None or key.events != events):
+            selector.register(channel, events)
 
     def submit(self, prompts: Sequence[Submit]) -> None:
         messages = [encode(prompt) for prompt in prompts]
         with self.changed:
-            life = self._open_life()
+            child = self._running_child()
             if len(self._running) + len(prompts) > self.max_requests:
                 raise EngineOverloadedError(f"{self.max_requests} requests run or wait; try again")
             self.read()
             for prompt, message in zip(prompts, messages, strict=True):
+                self._send(child, message)
                 self._running.add(prompt.request_id)
-                try:
-                    life.send(message)
-                except KVStoreError:
-                    self._running.discard(prompt.request_id)
-                    raise
 
     def end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
-        """A process that does not accept this is gone, or stuck and killed."""
+        """A process that does not accept this is stuck, and killed."""
         with self.changed:
-            if (life := self._life) is None or request_id not in self._running:
+            if (child := self._child) is None or request_id not in self._running:
                 return
             try:
-                life.send(encode(End(request_id, index, stop_string)))
-            except EngineDiedError:
-                pass  # its watcher will end the request
+                self._send(child, encode(End(request_id, index, stop_string)))
             except EngineOverloadedError:
-                life.stop()
+                child.kill()
 
-    def call(self, verb: Call[R]) -> R:
+    def call(self, verb: Call[R], briefly: bool = False) -> R:
+        """briefly: wait as long as the process gives signs of life. Raises EngineDiedError where it gives none."""
+        number, answer = next(self._numbers), Future[msgspec.Raw]()
+        message = encode(Called(number, verb))  # type: ignore[arg-type]
         with self.changed:
-            life = self._open_life()
+            child = self._running_child()
             self.read()
-        answer = life.ask(verb)
-        while self.is_reader and not answer.done():  # nobody else would read it
-            self.readiness.wait(POLL_S)
-            self.on_news()
+            self._send(child, message)
+            self._calls[number] = answer
+        while not answer.done() and (self.is_reader or briefly):
+            if briefly and not self.answers:
+                raise EngineDiedError("the engine's process does not answer")
+            if self.is_reader:  # nobody else would read it
+                self.readiness.wait(LOOK_S)
+                self.on_news()
+            else:
+                wait((answer,), LOOK_S)
         result = decode_result(verb, answer.result())
         return cast(R, {**cast(Any, result), "process": self.process}) if isinstance(verb, ReadStats) else result
 
@@ -245,11 +353,25 @@ class RemoteCore:
         self.readiness.drain()
         with self.changed:
             updates, self._lost = self._lost, []
-            if (life := self._life) is not None:
+            if (child := self._child) is not None:
                 try:
-                    updates += life.receive()
+                    for said in map(decode_outbound, child.receive()):
+                        if isinstance(said, Updates):
+                            updates += said.updates
+                        else:
+                            self._answer(said)
                 except Exception:
                     LOGGER.exception("the engine's process cannot be understood; it is ended")
-                    life.stop()
+                    child.kill()
+                if child.channel.num_unsent or child.channel.ended:
+                    child.channel.flush()
+                    self._look_at(child)
             self._running.difference_update(update.request_id for update in updates if update.ended is not None)
         return updates
+
+    def _answer(self, said: Answered) -> None:
+        answer = self._calls.pop(said.number)
+        if said.error is None:
+            answer.set_result(said.result)
+        else:
+            answer.set_exception(said.error)

@@ -198,15 +198,31 @@ class CoreClient:
 
     def submit(
         self,
-        prompts: Sequence[tuple[list[int], SamplingParams]],
+        token_ids: list[int],
+        params: SamplingParams,
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
         spliced: Spliced | None = None,
         listener: Listener | None = None,
         turn_starts: Sequence[int] = (),
-    ) -> list[Handle]:
-        """See `Engine.submit`, for prompts that share a step if there is room. None is queued when one is wrong."""
+    ) -> Handle:
+        """Queue one prompt of token ids; never waits. Raises as `Engine.generate`.
+
+        spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
+        of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
+        known: others may go on from there in another way. Raises EngineOverloadedError if the engine's process has too
+        many requests, EngineDiedError if it has ended.
+        """
+        prompts = [(token_ids, params)]
+        return self.submit_all(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts)[0]
+
+    def submit_all(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], tenant: str = "", cache_salt: str = "",
+        priority: int = 0, spliced: Spliced | None = None, listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
+    ) -> list[Handle]:  # fmt: skip
+        """`submit` for prompts that share a step if there is room. None is queued when one is wrong."""
         self.check_open()
         check_owner(tenant, cache_salt, priority)
         facts = self.facts
@@ -233,7 +249,7 @@ class CoreClient:
         return [one.handle for one in running.values()]
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
-        """See `Engine.stream`."""
+        """Pieces of a submitted request as they come; leaving the loop early aborts it."""
         bell = handle.listener
         assert isinstance(bell, Bell), "somebody else listens to this request"
         try:
@@ -247,7 +263,9 @@ class CoreClient:
             self.abort(handle)
 
     def abort(self, handle: Handle) -> None:
-        """End a request. Returns when the core has confirmed it; the thread that takes its news does not wait."""
+        """End a request. Returns when the core has confirmed it and released its blocks; the thread that takes its news
+        does not wait.
+        """
         if handle.done:
             return
         with suppress(EngineClosedError):  # closing ends the request anyway

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import select
+import selectors
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
+from contextlib import suppress
 
 _LENGTH = struct.Struct("=Q")  # a step may carry gigabytes of KV to a rank of another machine
 READ_BYTES = 2**16
+GONE = (ConnectionError, TimeoutError)  # a machine that has vanished times out
 
 
 class Channel:
-    """One end of a stream. One thread at a time sends, and one receives; these may be two, and any may `flush`.
+    """One end of a stream. Any thread may send and `flush`; one at a time receives.
 
-    ended: the other end is gone, and all that it sent was received. What is sent after that is dropped. It has no
-    thread of its own, so a message costs no change of threads. Hence bytes that the kernel does not accept at once stay
-    here until `flush`.
+    ended: the other end is gone, and all that it sent was received. What is sent after that is dropped. is_heard:
+    something was received; the owner may reset it. It has no thread of its own, so a message costs no change of
+    threads. Hence bytes that the kernel does not accept at once stay here until `flush`.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self._socket = end
+        self.socket = end
         self._unsent: deque[memoryview] = deque()
-        self._flushing = threading.Lock()  # also the thread that waits in `poll` flushes
+        self._sending = threading.Lock()
         self._received = bytearray()
-        self.ended = False
+        self.ended = self.is_heard = False
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     @property
     def num_unsent(self) -> int:
@@ -38,31 +43,42 @@ class Channel:
 
     def send(self, message: bytes) -> None:
         """Send a message; never waits."""
-        self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
-        self.flush()
+        with self._sending:
+            self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+            self._flush()
+
+    def beat(self) -> None:
+        """Send a sign of life, which is no message to the other end. Bytes that wait are one, too."""
+        if self._unsent:
+            self.flush()
+        else:
+            self.send(b"")
 
     def flush(self) -> None:
         """Send as much as the kernel accepts now."""
-        with self._flushing:
-            try:
-                while self._unsent:
-                    view = self._unsent[0]
-                    num_bytes = self._socket.send(view)
-                    if num_bytes < len(view):
-                        self._unsent[0] = view[num_bytes:]
-                    else:
-                        self._unsent.popleft()
-            except BlockingIOError:
-                pass
-            except ConnectionError:  # messages from before the end can still be received
-                self._unsent.clear()
+        with self._sending:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                view = self._unsent[0]
+                num_bytes = self.socket.send(view)
+                if num_bytes < len(view):
+                    self._unsent[0] = view[num_bytes:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except GONE:  # messages from before the end can still be received
+            self._unsent.clear()
 
     def send_all(self, message: bytes) -> None:
         """Send everything that is unsent, waiting for the other end as long as needed."""
         self.send(message)
         if self._unsent:
             poller = select.poll()
-            poller.register(self._socket, select.POLLOUT)
+            poller.register(self.socket, select.POLLOUT)
             while self._unsent:
                 poller.poll()
                 self.flush()
@@ -71,7 +87,7 @@ class Channel:
         """Wait until something can be received, or unsent bytes can go out, and send these."""
         poller = select.poll()
         if not self.ended:
-            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poller.register(self.socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         found = poller.poll(timeout_ms)
         self.flush()
         return bool(found)
@@ -80,14 +96,15 @@ class Channel:
         """The messages that have come since the last time; never waits."""
         try:
             while not self.ended:
-                data = self._socket.recv(READ_BYTES)
+                data = self.socket.recv(READ_BYTES)
                 self._received += data
+                self.is_heard = self.is_heard or bool(data)
                 self.ended = not data
                 if len(data) < READ_BYTES:
                     break
         except BlockingIOError:
             pass
-        except ConnectionError:
+        except GONE:
             self.ended = True
         return self._whole()
 
@@ -99,11 +116,42 @@ class Channel:
             end = begin + _LENGTH.unpack_from(self._received, start)[0]
             if end > len(self._received):
                 break
-            messages.append(bytes(self._received[begin:end]))
+            if end > begin:
+                messages.append(bytes(self._received[begin:end]))
             start = end
         if start:
             del self._received[:start]
         return messages
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
+
+
+class Readiness:
+    """What a reader waits for: channels that are registered with `selector`, or a call of `wake` in any thread."""
+
+    def __init__(self) -> None:
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._alarm, selectors.EVENT_READ)
+        weakref.finalize(self, _close, self.selector, self._alarm)
+
+    def fileno(self) -> int:
+        """A descriptor, always the same, that is readable when there is something to read."""
+        return self.selector.fileno()
+
+    def wait(self, timeout_s: float) -> None:
+        self.selector.select(timeout_s)
+
+    def wake(self) -> None:
+        os.eventfd_write(self._alarm, 1)
+
+    def drain(self) -> None:
+        """Forget the calls of `wake` so far. Call it before reading what they announced."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+
+
+def _close(selector: selectors.BaseSelector, alarm: int) -> None:
+    selector.close()
+    os.close(alarm)

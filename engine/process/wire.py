@@ -1,6 +1,11 @@
-"""Exceptions as plain data, as they cross between processes. Knows no socket and no engine."""
+"""What every process of ours is told first, what it says when it fails, and exceptions as plain data.
+
+The bytes are msgpack and never name code. Knows no socket and no engine.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -8,6 +13,34 @@ import kvstore.errors as errors
 from kvstore.errors import ConfigError, ContextLengthError, KVStoreError, ModelError, RequestError, StoreLockedError
 
 MAX_MESSAGE_CHARS = 2000
+
+
+class Start(msgspec.Struct):
+    """The first message to a process: what it is to be."""
+
+    silence_s: float  # it is ended after so long without a sign of life
+    arguments: dict[str, Any]  # of `Engine`
+    store: tuple[str, int, int] | None = None  # path of the directory that the front owns, descriptors with its locks
+    rank: int = 0  # of a model in several processes; 0: it is the engine's process
+    size: int = 1  # number of ranks
+    arena: int | None = None  # descriptor of the first rank's; None: the rank is elsewhere, and KV comes with steps
+    rendezvous: str = ""  # where the ranks find each other: see `kvstore.engine.model.parallel.group`
+    parent: int | None = None  # id of the process that has started it; None: another machine has
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.size}" if self.rank else "the engine's process"
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What it inherits."""
+        return [*(self.store or ())[1:], *([] if self.arena is None else [self.arena])]
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The process could not start, or could not go on, and ends."""
+
+    error: Exception
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -34,7 +67,23 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(kind, message, (error.param,) if isinstance(error, RequestError) else ())
 
 
-def error_of(failure: Failure) -> KVStoreError:
-    """The exception again, of the same class."""
-    error: KVStoreError = getattr(errors, failure.kind)(failure.message, *failure.more)
+def error_of(failure: Failure, name: str | None = None) -> KVStoreError:
+    """The exception again, of the same class. name: of the process that it comes from, for the message."""
+    message = failure.message if name is None else f"{name}: {failure.message}"
+    error: KVStoreError = getattr(errors, failure.kind)(message, *failure.more)
     return error
+
+
+def _as_data(error: object) -> Failure:
+    if not isinstance(error, Exception):
+        raise NotImplementedError(f"{type(error).__name__} is no part of a message")
+    return failure_of(error)
+
+
+def as_error(_: type, data: Any) -> Exception:
+    """The hook of decoders of messages that have exceptions in them."""
+    return error_of(Failure(*data))
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_as_data).encode
+decode_start = msgspec.msgpack.Decoder(Start).decode

@@ -2,15 +2,10 @@
 
 The first rank is the process that has the scheduler and the store. Knows no request and no block id.
 
-- `door`: where ranks of other machines come in, with a secret
-- `elsewhere`: what a rank of another machine does until the first one ends
-- `far`: one rank of another machine, as the first rank sees it
 - `follower`: what another rank does with a step
-- `launch`: starts the other ranks on this machine, or waits for those that Ray starts
-- `line`: what the first rank hears from another one, and tells it
+- `launch`: starts the other ranks on this machine, or lets in those that Ray starts, with a secret
 - `on_ray`: ranks that Ray starts, on any number of machines
-- `process`: the process of one other rank on this machine, as the first rank sees it
-- `ranks`: all other ranks, as the first rank sees them
+- `ranks`: the other ranks, as the first rank sees them
 - `wire`: the messages between the first rank and another one
 
 Decisions:
@@ -30,13 +25,12 @@ they have come.
 A rank of another machine has no share of the arena. Its heads and layers of the blocks that a step loads come with
 the step, and what it has saved goes back in a message when the step has ended, into the same records. So there is one
 store, on the first rank's machine, and nothing else that a rank would have to own. Its channel is a TCP connection, and
-its signs of life come through a second one. A rank ends with its connections, and the first rank asks Ray for another.
-When a rank of another machine has hung or vanished, its sockets may be open for ever, so the first rank closes its own
-end of the sums. The proof of a connection is a secret that the first rank makes and Ray brings to the others: whoever
-may talk to Ray may run any code there.
+it ends with that. Then the first rank asks Ray for another. When a rank of another machine has hung or vanished, its
+sockets may be open for ever, so the first rank closes its own end of the sums. The proof of a connection is a secret
+that the first rank makes and Ray brings to the others: whoever may talk to Ray may run any code there.
 
 When a rank ends or hangs, all ranks end, because a step that one rank has not computed is of no use. An engine in a
 process of its own is then started again with all its ranks. A rank dies with the first one (parent-death signal and end
 of file), and gives signs of life as the engine's process does. If all are alive and a step of the first one does not
-end, it ends the others, also where no process watches it (`kvstore.engine.process.pulse.Heart`).
+end, it ends the others, also where no process watches it (`kvstore.engine.process.child.Heart`).
 """

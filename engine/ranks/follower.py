@@ -22,11 +22,10 @@ from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.runner import copy_blocks, overwrite_blocks
 from kvstore.engine.model.step.tensors import step_tensors
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.pulse import Heart
-from kvstore.engine.process.wire import failure_of
+from kvstore.engine.process.child import Heart
+from kvstore.engine.process.wire import Failed, Start, encode
 from kvstore.engine.ranks.wire import (
     EndForward,
-    Failed,
     Leave,
     Moved,
     Moves,
@@ -35,30 +34,26 @@ from kvstore.engine.ranks.wire import (
     RankLoaded,
     RankReady,
     RankStep,
-    StartRank,
     ToRank,
     decode_to_rank,
-    encode,
 )
 from kvstore.memory.layout import OwnPart
 from kvstore.memory.rank import FarTransfer, RankTransfer, rank_transfer
 
 
-def follow(start: StartRank, config: EngineConfig, heart: Heart, channel: Channel, host: str | None = None) -> int:
+def follow(start: Start, heart: Heart, channel: Channel) -> int:
     """Compute steps until the first rank ends, or this rank fails. Returns the exit code, which is 0 if the first rank
-    has said that it ends. host: address of this machine for the other ranks; None: all are on one.
+    has said that it ends.
     """
-    telling = threading.Lock()
 
     def fail(error: Exception) -> None:
         try:
-            with telling:
-                channel.send_all(encode(Failed(failure_of(error))))
+            channel.send_all(encode(Failed(error)))
         finally:
-            print(f"kvstore: rank {start.rank} of {start.size}: {error}", file=sys.stderr, flush=True)
+            print(f"kvstore: {start.name}: {error}", file=sys.stderr, flush=True)
 
     try:
-        follower = Follower(start, config, channel, telling, fail, host)
+        follower = Follower(start, channel, fail)
         while follower.go_on(heart):
             pass
     except Exception as error:
@@ -68,14 +63,14 @@ def follow(start: StartRank, config: EngineConfig, heart: Heart, channel: Channe
 
 
 class Follower:
-    """Owns this rank's HBM pool and its model. telling: held by whoever sends. fail: tells why the rank ends."""
+    """Owns this rank's HBM pool and its model. fail: tells why the rank ends."""
 
-    def __init__(
-        self, start: StartRank, config: EngineConfig, channel: Channel, telling: threading.Lock,
-        fail: Callable[[Exception], None], host: str | None,
-    ) -> None:  # fmt: skip
-        self._channel, self._messages, self._telling, self._fail = channel, list[ToRank](), telling, fail
+    def __init__(self, start: Start, channel: Channel, fail: Callable[[Exception], None]) -> None:
+        self._channel, self._messages, self._fail = channel, list[ToRank](), fail
+        self._telling = threading.Lock()  # of the transfers that have ended, in order
         self.has_left = False  # because the first rank said so
+        config = EngineConfig.of(start.arguments)
+        host = None if start.arena is not None else channel.socket.getsockname()[0]  # for the other ranks, elsewhere
         device = own_device(config, start.rank)
         part = part_of_process(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size, device)
         loaded = load(config.model, device, config.dtype, config.max_model_len, revision=config.revision, part=part)

@@ -14,10 +14,9 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from kvstore.engine.process.spawn import spin_briefly
-from kvstore.engine.ranks.door import KINDS, Door, entered
-from kvstore.engine.ranks.elsewhere import run
-from kvstore.engine.ranks.launch import Launch, awaited
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.child import be_child, spin_briefly
+from kvstore.engine.ranks.launch import Door, Launch, awaited, entered
 from kvstore.errors import ConfigError, EngineDiedError
 
 ANSWER_S = 60.0  # for Ray to answer, and to reserve the places: those of an engine that has just ended become free
@@ -28,10 +27,16 @@ LINE_CHARS = 200
 class RankActor:
     """In a process of Ray's, which becomes the rank."""
 
-    def run(self, rank: int, size: int, host: str, port: int, key: bytes) -> None:
+    def run(self, rank: int, host: str, port: int, key: bytes) -> None:
         """Ends the process. host, port: of the first rank's door. Raises as `entered`."""
         spin_briefly(os.environ)
-        run(f"rank {rank} of {size}", {kind: entered(host, port, rank, kind, key) for kind in KINDS})
+        be_child(Channel(entered(host, port, rank, key)), _follow)
+
+
+def _follow(*started: Any) -> int:
+    from kvstore.engine.ranks.follower import follow  # loads torch
+
+    return follow(*started)
 
 
 @contextmanager
@@ -58,7 +63,7 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
             for rank in range(1, size):
                 place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
                 actors.append(ray.remote(num_cpus=num_threads, scheduling_strategy=place)(RankActor).remote())
-                ends[actors[-1].run.remote(rank, size, door.host, door.port, key)] = rank
+                ends[actors[-1].run.remote(rank, door.host, door.port, key)] = rank
 
         def check() -> None:
             for end in ray.wait(list(ends), timeout=0)[0]:

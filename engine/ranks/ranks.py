@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.engine.core.input_batch import StepInputs
-from kvstore.engine.process.pulse import SHOW_S
-from kvstore.engine.process.wire import Failure, error_of
-from kvstore.engine.ranks.far import FarRank
+from kvstore.engine.process.child import SHOW_S, Child
+from kvstore.engine.process.wire import Failed, encode, error_of, failure_of
 from kvstore.engine.ranks.launch import Launch
-from kvstore.engine.ranks.process import RankProcess
 from kvstore.engine.ranks.wire import (
     EndForward,
     FromRank,
@@ -26,14 +25,15 @@ from kvstore.engine.ranks.wire import (
     Overwrite,
     RankLoaded,
     RankReady,
-    encode,
+    decode_from_rank,
     moves_of,
     step_of,
 )
 from kvstore.errors import EngineDiedError
 from kvstore.memory.layout import OwnPart
 
-LOOK_MS = 50  # at the start: how often to check whether a rank has ended
+M = TypeVar("M", RankLoaded, RankReady)
+LOOK_MS = 50  # how often to check whether a rank has ended
 BLAME_S = 2.0  # how long to wait after an error here for news of the rank that may have caused it
 
 
@@ -45,6 +45,57 @@ class Blocks(Protocol):
     def put(self, part: OwnPart, saves: Sequence[Save], data: bytes) -> None: ...
 
 
+class OtherRank:
+    """Another rank, as the first one sees it. Any thread may use it.
+
+    part: its layers and heads, once it is ready. error: why it could not go on, if it has told.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.part: OwnPart
+        self.error: Exception | None = None
+        self._reading = threading.Lock()
+        self._received: list[FromRank] = []
+
+    def receive(self) -> list[FromRank]:
+        """The messages that have come; never waits."""
+        self.look()
+        with self._reading:
+            messages, self._received = self._received, []
+        return messages
+
+    def look(self) -> None:
+        """Take in what has come, for `receive`; never waits."""
+        with self._reading:
+            for message in map(decode_from_rank, self.child.receive()):
+                if isinstance(message, Failed):
+                    self.error = message.error
+                self._received.append(message)
+
+    def wait_for(self, kind: type[M]) -> M:
+        """Wait for this message at the start. Raises what the rank has told, and EngineDiedError if it has ended."""
+        for message in map(decode_from_rank, self.child.first_messages()):
+            if isinstance(message, Failed):
+                self.error = message.error
+                raise self.end
+            if isinstance(message, kind):
+                return message
+        raise AssertionError("unreachable")
+
+    @property
+    def end(self) -> Exception:
+        """What to raise when it has ended, or could not start."""
+        if self.error is not None and self.child.is_loading:
+            return error_of(failure_of(self.error), self.child.name)
+        return EngineDiedError(f"{self.child.name} ended ({self.child.how})")
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether it has ended because another one had."""
+        return isinstance(self.error, EngineDiedError)
+
+
 class Ranks:
     """Implements `Others` for the runner, and `kvstore.memory.ranked.OtherRanks` for the store.
 
@@ -53,44 +104,26 @@ class Ranks:
     """
 
     def __init__(self, launch: Launch, block_size: int, num_partners: int = 0) -> None:
-        self.others, self.num_others = launch.others, len(launch.others)
+        self.others, self.num_others = [OtherRank(child) for child in launch.others], len(launch.others)
         self.rendezvous, self.host, self.arena_descriptor = launch.rendezvous, launch.host, launch.arena
         self._block_size, self._num_partners = block_size, num_partners
         self._plan: tuple[TransferPlan, Moves] | None = None  # loads and saves of the step that is being prepared
         self._blocks: Blocks | None = None
-        self._parts: dict[int, OwnPart] = {}  # by rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks, the first one included."""
-        return self.num_others + 1
 
     # -- start and end -----------------------------------------------------------------------------------------------
     def wait_loaded(self) -> None:
         """Wait until all have read their weights. Raises the first failure, with the number of its rank."""
-        self._await(RankLoaded)
+        for other in self.others:
+            other.wait_for(RankLoaded)
 
     def open_arena(self) -> None:
         """Tell them that the arena has its size, and wait until all are ready for steps. Raises as `wait_loaded`."""
         self._tell(encode(OpenArena()))
-        self._await(RankReady)
         for other in self.others:
-            other.pulse.is_loading = False
-
-    def _await(self, kind: type[FromRank]) -> None:
+            ready = other.wait_for(RankReady)
+            other.part = OwnPart(ready.layers, ready.heads)
         for other in self.others:
-            while True:
-                has_ended = other.line.how is not None  # checked first: what it sent before can still be received
-                messages = other.line.receive()
-                if other.line.failure is not None:
-                    raise _error_of(_name(other, self.size), other.line.failure)
-                if found := [message for message in messages if isinstance(message, kind)]:
-                    if isinstance(found[0], RankReady):
-                        self._parts[other.rank] = OwnPart(found[0].layers, found[0].heads)
-                    break
-                if has_ended:
-                    raise EngineDiedError(f"{_name(other, self.size)} ended while it was loading ({other.line.how})")
-                self._poll(LOOK_MS)
+            other.child.is_loading = False
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -102,8 +135,8 @@ class Ranks:
             while True:
                 lost = _lost(self.others)
                 is_over = not isinstance(error, EngineDiedError) or time.monotonic() > deadline
-                if lost and (is_over or not _has_followed(lost[0])):
-                    raise _end_of(lost[0], self.size) from error
+                if lost and (is_over or not lost[0].has_followed):
+                    raise lost[0].end from error
                 if is_over:
                     raise
                 self._poll(LOOK_MS)
@@ -111,14 +144,15 @@ class Ranks:
     def _poll(self, timeout_ms: int) -> None:
         poller = select.poll()
         for other in self.others:
-            other.line.watch_with(poller)
+            if not other.child.channel.ended:
+                poller.register(other.child.channel, select.POLLIN)
         poller.poll(timeout_ms)
 
     @property
     def loss(self) -> str | None:
         """Which rank has ended, and how. No step can be computed after that."""
-        lost = next((other for other in _lost(self.others) if other.line.how is not None), None)
-        return None if lost is None else str(_end_of(lost, self.size))
+        lost = next((other for other in _lost(self.others) if other.child.how is not None), None)
+        return None if lost is None else str(lost.end)
 
     def check(self) -> None:
         """Raises EngineDiedError if a rank has ended."""
@@ -135,24 +169,24 @@ class Ranks:
             return
         assert self._blocks is not None and step.moves is not None
         for other in self.others:
-            step.moves.data = self._blocks.loaded(self._parts[other.rank], plan[0].loads)
-            other.line.send(encode(step))
+            step.moves.data = self._blocks.loaded(other.part, plan[0].loads)
+            other.child.send(encode(step), waits=True)
 
     def end_forward(self, num_samples: int) -> None:
         message = encode(EndForward(num_samples))
         for other in self.others[: self._num_partners]:
-            other.line.send(message)
+            other.child.send(message, waits=True)
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         self._tell(encode(Overwrite(list(blocks))))
 
     def kill(self) -> None:
         for other in self.others:
-            other.kill()
+            other.child.kill()
 
     def _tell(self, message: bytes) -> None:
         for other in self.others:
-            other.line.send(message)
+            other.child.send(message, waits=True)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
     def use(self, blocks: Blocks) -> None:
@@ -168,11 +202,11 @@ class Ranks:
     def transferred(self) -> list[Transferred]:
         found: list[Transferred] = []
         for other in self.others:
-            for message in other.line.receive():
+            for message in other.receive():
                 if isinstance(message, Moved):
                     if message.saves and self._blocks is not None and self.loss is None:  # after it they may be others'
                         saves = [Save(*save) for save in message.saves]
-                        self._blocks.put(self._parts[other.rank], saves, message.data)
+                        self._blocks.put(other.part, saves, message.data)
                     found.append(Transferred(message.ticket, message.is_load, message.succeeded))
         return found
 
@@ -181,37 +215,19 @@ class Ranks:
         self.check()
 
 
-def end_hung(others: Sequence[RankProcess | FarRank], why: str) -> None:
+def end_hung(others: Sequence[OtherRank], why: str) -> None:
     """In any thread: end ranks each of which may wait for another one for ever."""
     for other in others:
-        other.show()
+        other.child.show()
     time.sleep(SHOW_S)
     for other in others:
-        other.kill(why)
+        other.child.kill(why)
 
 
-def _lost(others: Sequence[RankProcess | FarRank]) -> list[RankProcess | FarRank]:
+def _lost(others: Sequence[OtherRank]) -> list[OtherRank]:
     """Those that have ended, or could not start; first those that have not ended because another one had."""
-    found = [other for other in others if other.line.how is not None or other.pulse.is_loading]
+    found = [other for other in others if other.child.how is not None or other.child.is_loading]
     for other in found:
-        other.line.look()
-    found = [other for other in found if other.line.how is not None or other.line.failure is not None]
-    return sorted(found, key=_has_followed)
-
-
-def _has_followed(other: RankProcess | FarRank) -> bool:
-    return other.line.failure is not None and other.line.failure.kind == EngineDiedError.__name__
-
-
-def _end_of(other: RankProcess | FarRank, size: int) -> Exception:
-    if other.line.failure is not None and other.pulse.is_loading:
-        return _error_of(_name(other, size), other.line.failure)
-    return EngineDiedError(f"{_name(other, size)} ended ({other.line.how})")
-
-
-def _name(other: RankProcess | FarRank, size: int) -> str:
-    return f"rank {other.rank} of {size}"
-
-
-def _error_of(name: str, failure: Failure) -> Exception:
-    return error_of(Failure(failure.kind, f"{name}: {failure.message}", failure.more))
+        other.look()
+    found = [other for other in found if other.child.how is not None or other.error is not None]
+    return sorted(found, key=lambda other: other.has_followed)

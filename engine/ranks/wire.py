@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvstore.blocks.records import Load, Save, TransferPlan
 from kvstore.engine.core.input_batch import StepInputs
-from kvstore.engine.process.wire import Failure
-
-
-class StartRank(msgspec.Struct):
-    """What a rank is to be."""
-
-    rank: int
-    size: int  # number of ranks
-    arena: int | None  # descriptor of the first rank's; None: the rank is on another machine, and KV comes with steps
-    silence_s: float  # the rank is ended after so long without a sign of life
-    rendezvous: str  # where the ranks find each other: see `kvstore.engine.model.parallel.group`
-    arguments: dict[str, Any]  # of `Engine`
-
-
-class StartHere(msgspec.Struct):
-    """The first line that a rank on this machine reads, as JSON."""
-
-    parent: int  # process id of the first rank
-    channel: int  # descriptors
-    pulse: int
-    start: StartRank
+from kvstore.engine.process.wire import Failed, as_error
 
 
 # -- to the first rank -------------------------------------------------------------------------------------------------
@@ -43,12 +22,6 @@ class RankReady(msgspec.Struct, tag=True, array_like=True):
 
     layers: tuple[int, int]
     heads: tuple[int, int]
-
-
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The rank could not start, or could not compute a step, and ends."""
-
-    failure: Failure
 
 
 class Moved(msgspec.Struct, tag=True, array_like=True):
@@ -138,9 +111,5 @@ def step_of(
 
 ToRank = OpenArena | RankStep | EndForward | Overwrite | Leave
 FromRank = RankLoaded | RankReady | Failed | Moved
-encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
-decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
-encode_start = msgspec.json.Encoder().encode
-decode_start = msgspec.json.Decoder(StartRank).decode
-decode_start_here = msgspec.json.Decoder(StartHere).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=as_error).decode

@@ -151,7 +151,7 @@ class ChatSession:
         """Queue a turn of the holder. `check` has passed `messages` and `params`. The caller must call `end`, whatever
         happens.
 
-        listener: see `Engine.submit`. after_turn: the number of turns that the session must have. Raises
+        listener: see `CoreClient.submit`. after_turn: the number of turns that the session must have. Raises
         SessionBusyError if it has others, or while a turn runs on a server that shares the sessions,
         SessionNotFoundError when the session was deleted, and as `send`.
         """
@@ -189,8 +189,10 @@ class ChatSession:
         )
         try:
             starts = following.turn_starts or self.means.template.first_start(before.system, following.prompt)
-            asked, spliced = [(following.prompt, params)], (following.chain, following.lineage)
-            [handle] = client.submit(asked, self.tenant, spliced=spliced, listener=listener, turn_starts=starts)
+            reused = (following.chain, following.lineage)
+            handle = client.submit(
+                following.prompt, params, self.tenant, spliced=reused, listener=listener, turn_starts=starts
+            )
         except Exception:
             _forget(client, following.spliced_blocks(before.lineage))
             raise

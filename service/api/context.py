@@ -106,7 +106,7 @@ class Context:
     def is_silent(self) -> bool:
         """Whether the engine's own process has given no sign of life for long enough to doubt it."""
         limit_s = min(SILENT_S, self.options.engine_timeout_s / 2)
-        return self.state == "running" and self.engine.engine.silent_s >= limit_s
+        return self.state == "running" and self.engine.engine.core.silent_s >= limit_s
 
     @asynccontextmanager
     async def reading(self, turn: Turn[R], exchange: "Exchange", has_gaps: bool = True) -> AsyncIterator[Turn[R]]:

@@ -83,7 +83,7 @@ async def _look(context: Context) -> tuple[str, dict[str, Any]]:
 
 def _is_restarting(context: Context) -> bool:
     """Whether the engine's own process has ended and the next one is being started."""
-    return context.engine.engine.state == "restarting"
+    return context.engine.engine.core.state == "restarting"
 
 
 def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> dict[str, Any]:

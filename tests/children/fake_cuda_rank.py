@@ -6,15 +6,14 @@ in FAKE_CUDA_MUTE, whether the thread that waits for the device cannot tell that
 
 import errno
 import os
-import sys
 import threading
 
 import pytest
 import torch
 
-from kvstore.engine import rank_process
 from kvstore.engine.model import devices
 from kvstore.engine.process.channel import Channel
+from kvstore.engine.program import main
 from kvstore.engine.ranks.wire import Moved, decode_from_rank
 from tests.support import fake_cuda, fake_nccl
 
@@ -39,6 +38,4 @@ with pytest.MonkeyPatch.context() as patch:
     number, count, has_triton, free, total = (int(part) for part in os.environ["FAKE_CUDA_RANK"].split())
     with fake_cuda.device(patch, bool(has_triton), number, count, REPLACED) as driver:
         driver.memory = (free, total)
-        code = rank_process.main()
-sys.stderr.flush()
-os._exit(code)
+        main()

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import sys
 
-from kvstore.engine import rank_process
 from kvstore.engine.model.parallel.group import Group
+from kvstore.engine.program import main
 
 
 def lose(*_: object) -> None:
@@ -15,6 +14,4 @@ def lose(*_: object) -> None:
 
 
 Group.join = lose
-code = rank_process.main()
-sys.stderr.flush()
-os._exit(code)
+main()

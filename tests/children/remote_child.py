@@ -12,7 +12,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def main(model: str, path: str) -> None:
     tiers = CacheTiers(hbm="2MiB", cpu="2MiB", disk="32MiB", path=path)
     engine = Engine(model, tiers, device="cpu", process="own")
-    print(engine.pid, flush=True)
+    print(engine.core.pid, flush=True)
     chat = engine.chat("killed")
     for number in range(1, 1000):
         chat.send(f"message {number}", PARAMS)

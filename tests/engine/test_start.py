@@ -11,8 +11,8 @@ import pytest
 
 from kvstore import CacheTiers, Engine, EngineStats
 from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.client.local import check_room
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.local_model import check_room
 from kvstore.engine.progress import STAGES
 from kvstore.errors import ConfigError, ModelError, RequestError, StoreError, StoreLockedError
 from tests.support.conversations import PARAMS

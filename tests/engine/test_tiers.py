@@ -169,7 +169,7 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         raw = torch.cat([arena[cpu.arena_block_of(one)] for one in chain], dim=2)  # [layers, 2, tokens, heads, dim]
         spans = [(0, 21), (60, 144)]
         kept = [i for start, end in spans for i in range(start, end)]
-        root = Lineage(engine.root(""))
+        root = Lineage(engine.facts.root(""))
         spliced, lineage = engine.connector.splice(chain, prompt[:144], root, spans, "")
         assert (lineage.splice_index, lineage.splice_end) == (1, len(kept) // 16) == (1, len(spliced))
         handle = engine.submit([prompt[i] for i in kept] + [1, 2, 3], greedy(3), spliced=(spliced, lineage))
@@ -315,7 +315,7 @@ def test_invariant_8_a_block_evicted_during_its_write_leaves_what_builds_on_its_
                 wait_until(lambda: counters(engine)["saved"] == 3)
             go.set()
             settle(engine)
-        assert check_closed(engine, {engine.root("")}) == 2
+        assert check_closed(engine, {engine.facts.root("")}) == 2
         engine.loop.pool.evict_all()
         out = ask(engine, prompt)
         assert out.token_ids == plain(prompt, 4) and sum(cached(out)) == 32
@@ -334,15 +334,15 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, s
                 if number % 4 == 0:
                     engine.loop.pool.evict_all()
                     settle(engine)
-                    check_closed(engine, {engine.root("")})
+                    check_closed(engine, {engine.facts.root("")})
         settle(engine)
         assert counters(engine)["disk_evictions"] > 0
         assert (store / "blocks" / "data.mdb").stat().st_size <= disk
-        assert check_closed(engine, {engine.root("")}) > 0
+        assert check_closed(engine, {engine.facts.root("")}) > 0
         out = ask(engine, [*histories[-1], 1], 4)
         assert sum(cached(out)) >= 96, "what was used last is there"
     with open_engine(model, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
-        assert check_closed(engine, {engine.root("")}) > 0
+        assert check_closed(engine, {engine.facts.root("")}) > 0
         for history in histories:
             assert ask(engine, [*history, 1], 4).token_ids == plain([*history, 1], 4)
 
@@ -383,7 +383,7 @@ def test_what_is_said_is_right_and_what_is_stored_is_closed_under_parents(model,
                 got = handle.output.token_ids
                 assert got == plain(prompt, 20)[: len(got)]
             settle(engine)
-            check_closed(engine, {engine.root("")})
+            check_closed(engine, {engine.facts.root("")})
             assert num_cpu_blocks == 0 or engine.stats()["cpu"]["cached_blocks"] <= num_cpu_blocks
         assert engine.loop.scheduler.roster.num_preemptions > 0
 

@@ -277,7 +277,7 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
         long = {"message": "Hello", "max_tokens": 1900, "ignore_eos": True}
         stream = Stream(server, "/chat", long)
         assert "session_id" in stream.next()
-        os.kill(server.engine.pid, signal.SIGSTOP)
+        os.kill(server.engine.core.pid, signal.SIGSTOP)
         try:
             with ThreadPoolExecutor(64) as clients:
                 asked = [clients.submit(ask, server, route, known, deleted) for route in ROUTES]
@@ -296,12 +296,12 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
             answered = {name for name, reply in found.items() if reply.status == 200}
             assert {"GET /metrics", "GET /v1/models", "GET /health", "POST /tokenize", "GET /"} <= answered
             assert all(reply.status in (200, 400, 404, 503, 504) for reply in found.values()), found
-            server.wait_until(lambda: server.engine.silent_s > 5.0, "the silence is noticed")
+            server.wait_until(lambda: server.engine.core.silent_s > 5.0, "the silence is noticed")
             assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
             assert server.get("/ready").status == 503
             assert b"kvstore:engine_up 0.0" in server.get("/metrics").body
         finally:
-            os.kill(server.engine.pid, signal.SIGCONT)
+            os.kill(server.engine.core.pid, signal.SIGCONT)
         server.wait_until_idle()
-        assert server.get("/ready").status == 200 and server.engine.pid is not None
+        assert server.get("/ready").status == 200 and server.engine.core.pid is not None
         assert chat_once(server, "Hello again")["turn"] == 1

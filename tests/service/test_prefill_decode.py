@@ -186,7 +186,7 @@ def server(request, redis, tmp_path_factory):
 def ask(server, key=None, **more):
     body = {
         "token_ids": PROMPT,
-        "root": server.engine.root("").hex(),
+        "root": server.engine.facts.root("").hex(),
         "fingerprint": server.engine.facts.fingerprint.hex(),
     }
     key = fleet_secret(None).derived(PREFILL_KEY).hex() if key is None else key
@@ -208,7 +208,7 @@ def test_a_prompt_that_is_there_is_told_at_once(server, redis):
 
 
 def test_a_prompt_is_of_the_chain_that_it_names(server):
-    root = server.engine.root("ada")
+    root = server.engine.facts.root("ada")
     assert ask(server, root=root.hex(), tenant="ada").json() == {"num_blocks": 10}
     reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] in (0, 144), "only its own"

@@ -60,7 +60,7 @@ class FakeEngine:
     facts = SimpleNamespace(model_name="fake", max_model_len=64, block_size=16)
     tokenizer, has_work, closed = None, False, False
 
-    core, state, silent_s = SimpleNamespace(read_here=lambda: False), "running", 0.0
+    core = SimpleNamespace(read_here=lambda: False, state="running", silent_s=0.0)
     chats, answers = SimpleNamespace(client=None, language=Language(None, None, "")), None
 
     def __init__(self) -> None:

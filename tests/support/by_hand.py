@@ -91,7 +91,7 @@ def crawling(engine) -> Iterator[None]:
 @contextmanager
 def ending_at_once(engine):
     """In here what is queued is aborted before its first step."""
-    submit = engine.client.submit
+    submit = engine.client.submit_all
 
     def submit_and_abort(*args, **kwargs):
         with held(engine):
@@ -100,5 +100,5 @@ def ending_at_once(engine):
                 engine.core.end(handle.request_id)
         return handles
 
-    with mock.patch.object(engine.client, "submit", submit_and_abort):
+    with mock.patch.object(engine.client, "submit_all", submit_and_abort):
         yield

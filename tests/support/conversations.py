@@ -44,7 +44,7 @@ def failing_to_store(engine: Engine, what: str = "commit_turn"):
 
 def num_stored(engine: Engine) -> int:
     engine.flush()
-    return check_closed(engine, {engine.root("")})
+    return check_closed(engine, {engine.facts.root("")})
 
 
 def nothing_is_left(engine: Engine) -> bool:
@@ -57,7 +57,7 @@ def nothing_is_left(engine: Engine) -> bool:
 def head_chain(engine: Engine, chat: ChatSession) -> list[bytes]:
     """Ids of the blocks of the system prompt."""
     chain: list[bytes] = []
-    extend_chain(chain, engine.root(""), engine.chats.language.template.head_ids(chat.window.system), 16)
+    extend_chain(chain, engine.facts.root(""), engine.chats.language.template.head_ids(chat.window.system), 16)
     return chain
 
 

@@ -22,7 +22,7 @@ import torch.utils._device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from kvstore.engine import local_model
+from kvstore.engine.client import local
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model import probe
 from kvstore.engine.model.parallel.group import Part
@@ -411,7 +411,7 @@ def install(
         (torch.Tensor, "pin_memory", lambda tensor: pinned_copy(tensor)),
         (torch.Tensor, "is_pinned", lambda tensor: driver.is_pinned(tensor)),
         (triton_support, "has_triton", lambda: has_triton),
-        (local_model, "has_triton", lambda: has_triton),
+        (local, "has_triton", lambda: has_triton),
         (device_transfer, "has_triton", lambda: has_triton),
         (probe, "_NUM_TOKENS", 6),  # a millisecond on a device is a second in the interpreter
         (probe, "_CHUNKS", (3, 2, 1)),

@@ -287,7 +287,7 @@ async def new_session_id(context: Context, request: web.Request, purpose: str) -
     request_key = request_key_of(request)
     if request_key is None:
         return secrets.token_hex(ID_BYTES)
-    root = await context.engine.call(partial(context.engine.engine.root, tenant_of(request)))
+    root = await context.engine.call(partial(context.engine.engine.facts.root, tenant_of(request)))
     named = f"session of a request\0{purpose}\0{request_key}".encode()
     return hmac.digest(root, named, "sha256")[:ID_BYTES].hex()
 

@@ -15,13 +15,14 @@ import pytest
 from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
 from kvstore.blocks.ids import Lineage
 from kvstore.engine import async_engine
-from kvstore.engine.client.messages import End, Facts, Submit, decode_outbound, encode
+from kvstore.engine.client.messages import End, Facts, Opened, Submit, Updates, decode_outbound, encode
 from kvstore.engine.client.remote import MAX_REQUESTS, READ, RemoteCore
 from kvstore.engine.client.requests import CoreClient
-from kvstore.engine.client.server import CoreServer
 from kvstore.engine.core.news import Said, Update
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.child import Child, Heart
+from kvstore.engine.process.wire import Start
+from kvstore.engine.program import CoreServer
 from kvstore.errors import (
     ConfigError,
     ContextLengthError,
@@ -59,7 +60,7 @@ def own(model, tmp_path_factory):
     with opened(model, tmp_path_factory.mktemp("own") / "store", "own") as engine:
         yield engine
         assert not engine.has_work and engine.stats()["requests"]["running"] == 0
-    assert engine.state == "closed"
+    assert engine.core.state == "closed"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,7 +71,7 @@ def engine(request, model, tmp_path_factory):
     with opened(model, tmp_path_factory.mktemp("core") / "store", request.param) as engine:
         yield engine
         assert not engine.has_work and engine.stats()["requests"]["running"] == 0
-    assert engine.state == "closed"
+    assert engine.core.state == "closed"
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def test_administration(engine):
     assert engine.generate([PROMPT], TEN, cache_salt="kept")[0].usage.cached_tokens == 0
     engine.answers.put([b"k" * 16], [1, 2, 3])
     assert [ids and list(ids) for ids in engine.answers.find_ids([[b"k" * 16], [b"x" * 16]])] == [[1, 2, 3], None]
-    assert engine.stats().get("process", {"state": "running"})["state"] == engine.state == "running"
+    assert engine.stats().get("process", {"state": "running"})["state"] == engine.core.state == "running"
 
 
 @pytest.mark.anyio
@@ -199,7 +200,7 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path, kind):
     with pytest.raises(EngineClosedError):
         engine.flush()
     engine.close()
-    assert engine.state == "closed" and engine.pid is None
+    assert engine.core.state == "closed" and engine.core.pid is None
 
 
 def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, caplog):
@@ -267,30 +268,30 @@ async def test_a_close_ends_while_a_round_waits_for_the_process(model, redis):
     engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", **shared)
     front = AsyncEngine(engine, reads=True)
     await front.call(engine.chat("deleted").send, "Hello", TEN)
-    os.kill(engine.pid, signal.SIGSTOP)
+    os.kill(engine.core.pid, signal.SIGSTOP)
     with before_each(engine.client, "call", asks.set):
         await front.call(engine.sessions.delete(SessionKey("", "deleted")).wait)  # as another server does it
         await front.call(wait_until, asks.is_set, "the next round")
         closing = asyncio.create_task(front.close())
         await front.call(wait_until, lambda: engine.closed, "it begins to close")
-        os.kill(engine.pid, signal.SIGCONT)
+        os.kill(engine.core.pid, signal.SIGCONT)
         await asyncio.wait_for(closing, TIMEOUT_S)
-    assert engine.state == "closed"
+    assert engine.core.state == "closed"
 
 
 def test_requests_wait_for_a_process_that_does_not_read(own, here):
     """More than the kernel holds back for it: the rest goes out once there is room, and nothing is lost."""
     prompts = [[i % 150 + 3, i // 150 + 3, 9] for i in range(1500)]
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    os.kill(own.pid, signal.SIGSTOP)
+    os.kill(own.core.pid, signal.SIGSTOP)
     try:
         handles = [own.submit(prompt, one) for prompt in prompts]
-        assert own.core._life._channel.num_unsent > 0
+        assert own.core._child.channel.num_unsent > 0
     finally:
-        os.kill(own.pid, signal.SIGCONT)
+        os.kill(own.core.pid, signal.SIGCONT)
     for handle in handles:
         list(own.stream(handle))
-    assert own.core._life._channel.num_unsent == 0
+    assert own.core._child.channel.num_unsent == 0
     sample = range(0, 1500, 97)
     known = here.generate([prompts[i] for i in sample], one)
     assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
@@ -298,15 +299,15 @@ def test_requests_wait_for_a_process_that_does_not_read(own, here):
 
 def test_more_requests_than_are_taken_are_refused(own):
     own.core.max_requests = 2
-    os.kill(own.pid, signal.SIGSTOP)  # so that none of them ends
+    os.kill(own.core.pid, signal.SIGSTOP)  # so that none of them ends
     try:
-        handles = own.client.submit([(list(PROMPT), LONG)] * 2)
+        handles = own.client.submit_all([(list(PROMPT), LONG)] * 2)
         with pytest.raises(EngineOverloadedError):
-            own.client.submit([(list(PROMPT), TEN)])
+            own.client.submit_all([(list(PROMPT), TEN)])
         for handle in handles:  # as `abort` says it, which then waits for the process
             own.core.end(handle.request_id)
     finally:
-        os.kill(own.pid, signal.SIGCONT)
+        os.kill(own.core.pid, signal.SIGCONT)
         own.core.max_requests = MAX_REQUESTS
     for handle in handles:
         own.client.abort(handle)
@@ -324,7 +325,8 @@ def fill(core) -> None:
     """Until the process, which is stopped, takes nothing more."""
     with pytest.raises(EngineOverloadedError):
         while True:
-            core._life.send(encode(End("nobody's", None, None)))
+            with core.changed:
+                core._send(core._child, encode(End("nobody's", None, None)))
 
 
 def takes_more(own) -> bool:
@@ -343,13 +345,13 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(own):
     turn = chat.begin(hold, chat.check([{"role": "user", "content": "More"}], TEN), TEN)
     for _ in own.stream(turn.handle):
         pass
-    os.kill(own.pid, signal.SIGSTOP)
+    os.kill(own.core.pid, signal.SIGSTOP)
     try:
         fill(own.core)
         assert chat.end(hold).number == 2
         own.chats.claims.release(hold)
     finally:
-        os.kill(own.pid, signal.SIGCONT)
+        os.kill(own.core.pid, signal.SIGCONT)
     wait_until(lambda: takes_more(own), "it goes on")
     chat.send("And more", TEN)
     stored = own.sessions.load(chat.key)
@@ -358,8 +360,8 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(own):
 
 
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(own):
-    shown = Path(f"/proc/{own.pid}/cmdline").read_bytes()
-    assert shown.endswith(b"\0-m\0kvstore.engine.core_process\0")
+    shown = Path(f"/proc/{own.core.pid}/cmdline").read_bytes()
+    assert shown.endswith(b"\0-m\0kvstore.engine.program\0the engine's process\0")
 
 
 def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monkeypatch):
@@ -377,7 +379,7 @@ def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monk
 def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd):
     front, there = map(Channel, socket.socketpair())
     before = here.loop.on_news
-    server = CoreServer(here.core, there, Heart(os.pipe()[1], 60.0))
+    server = CoreServer(here.core, there, Heart(None, 60.0))
     lineage = Lineage(here.facts.root(""))
     for number in range(2):
         front.send(encode(Submit(f"r{number}", list(PROMPT), TEN, 10, "", 0, (), lineage)))
@@ -401,42 +403,21 @@ MANY = 5000  # requests, so that it takes a while to end them
 
 
 # -- without a process -------------------------------------------------------------------------------------------------
-class Life:
+class Telling(Child):
     """Says one token of one request, and lives until it is ended."""
 
     def __init__(self) -> None:
-        self._over = threading.Event()
-        self._says = [Update("request-0", [Said(0, 5)])]
-
-    def greeted(self, is_wanted):
-        return Facts("none", 256, 256, 16, 1, 160, b"", b"", {})
-
-    def watch_with(self, selector):
-        """The test wakes the reader."""
-
-    def send(self, message):
-        """It answers none."""
-
-    def receive(self):
-        said, self._says = self._says, []
-        return said
-
-    def wait(self):
-        self._over.wait()
-        return "exit code 1"
-
-    def end(self):
-        self._over.set()
-
-    def retire(self):
-        """It has no channel."""
+        ours, self._theirs = socket.socketpair()
+        super().__init__(Start(1e9, {}), end=ours)
+        self.told = Channel(self._theirs)
+        self.told.send_all(encode(Opened(Facts("none", 256, 256, 16, 1, 160, b"", b"", {}))))
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
     """The reader comes back from telling one of them while the others are being ended."""
-    life, told, is_telling = Life(), [], threading.Event()
-    core = RemoteCore(lambda: life, max_restarts=0)
+    child, told, is_telling = Telling(), [], threading.Event()
+    core = RemoteCore(lambda: child, 0, 0.0)
     core.started.result()
     client = CoreClient(core, None)
     over = ("closed", "failed")
@@ -447,10 +428,11 @@ def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
             pass
         told.extend(handle.request_id for handle in handles)
 
-    handles = client.submit([([3, 4], SamplingParams())] * MANY, listener=hear)
-    core.readiness.wake()
+    handles = client.submit_all([([3, 4], SamplingParams())] * MANY, listener=hear)
+    child.told.send_all(encode(Updates([Update("request-0", [Said(0, 5)])])))
     is_telling.wait()
-    core.close() if is_closed else life.end()
+    core.close() if is_closed else child.kill()
     core.reader.join()
     assert sorted(told) == sorted(["request-0", *(handle.request_id for handle in handles)]), "the first twice"
     core.close()
+    child.told.close()

@@ -14,14 +14,12 @@ from kvstore.engine.client.messages import (
     EvictBlocks,
     Facts,
     Flush,
-    NotStarted,
     Pin,
     ReadStats,
     Splice,
     Submit,
     Updates,
     Verb,
-    decode_announcement,
     decode_inbound,
     decode_outbound,
     decode_result,
@@ -30,6 +28,7 @@ from kvstore.engine.client.messages import (
 from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.core.news import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
+from kvstore.engine.process.wire import Failed
 from kvstore.errors import (
     ContextLengthError,
     EngineDiedError,
@@ -60,7 +59,7 @@ def made(cls):
 
 
 def crossed(error):
-    return decode_announcement(encode(NotStarted(error))).error
+    return decode_outbound(encode(Failed(error))).error
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -151,7 +150,7 @@ def test_blocks_beyond_what_was_said_are_not_named():
     """The core may have gone on behind a stop string."""
     core = SaysIt()
     client = CoreClient(core, None)
-    [handle] = client.submit([([5] * 30, SamplingParams())])
+    handle = client.submit([5] * 30, SamplingParams())
     chain = [bytes([number]) * 32 for number in range(4)]
     core.news = [Update("request-0", [Said(0, 7), Said(0, 8, "length")], Ended(chain=chain, lineage=Lineage(b"r")))]
     client.receive()
@@ -162,7 +161,7 @@ def test_blocks_beyond_what_was_said_are_not_named():
 def test_choices_of_a_core_that_is_gone_are_aborted():
     core, error = SaysIt(), EngineDiedError("gone")
     client = CoreClient(core, None)
-    [handle] = client.submit([([5] * 30, SamplingParams(n=2))])
+    handle = client.submit([5] * 30, SamplingParams(n=2))
     core.news = [Update("request-0", [Said(1, 7)])]
     client.receive()
     core.news = [Update("request-0", [], Ended(error=error))]

@@ -15,9 +15,8 @@ import pytest
 from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.blocks.ids import extend_chain, lineage_root
 from kvstore.blocks.records import Evict
-from kvstore.engine.client.affinity import Whereabouts
-from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
-from kvstore.engine.client.totals import total, total_stats
+from kvstore.engine.client.opening import check_divisible, divided, environment_of_each
+from kvstore.engine.client.several import Whereabouts, total, total_stats
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError, EngineDiedError
@@ -52,7 +51,7 @@ def shared(model, tmp_path_factory):
     with open_two(model, tmp_path_factory.mktemp("shared") / "store") as engine:
         yield engine
         assert not engine.has_work
-    assert engine.state == "closed" and engine.closed
+    assert engine.core.state == "closed" and engine.closed
 
 
 def each(engine: Engine) -> list[dict]:
@@ -68,7 +67,7 @@ def pid(engine: Engine, rank: int) -> int:
 
 
 def pids(engine: Engine) -> list[int]:
-    return [one.core.pid for one in engine.core.replicas]
+    return [one.pid for one in engine.core.cores]
 
 
 def engine_of_turn(engine: Engine, session_id: str, text: str):
@@ -177,7 +176,7 @@ def test_one_is_killed_in_the_middle_of_a_turn(shared, plain):
     with pytest.raises(EngineDiedError):
         list(answer)
     assert sum(len(piece.token_ids) for piece in other) == LONG.max_tokens - 1
-    assert shared.state == "running" and shared.chat("a").num_turns == 1
+    assert shared.core.state == "running" and shared.chat("a").num_turns == 1
     output = shared.chat("a").send("and then?", SHORT)
     assert output.usage.cached_tokens >= 16 and shared.chat("a").num_turns == 2
     wait_until(lambda: all_run(shared), "the restart")
@@ -203,13 +202,13 @@ def test_one_that_hangs_is_replaced_and_the_other_goes_on(model, tmp_path):
 def test_a_new_tenant_waits_for_no_engine(model, tmp_path):
     """All have the front's secret."""
     with open_two(model, tmp_path / "store", silence_s=600.0) as two:
-        roots = {two.root("anna"), *(one.core.facts.root("anna") for one in two.core.replicas)}
+        roots = {two.facts.root("anna"), *(one.facts.root("anna") for one in two.core.cores)}
         assert len(roots) == 1
         stopped = pids(two)
         for one in stopped:
             os.kill(one, signal.SIGSTOP)
-        assert two.root("bob") not in roots
-        assert pids(two) == stopped and two.state == "running"
+        assert two.facts.root("bob") not in roots
+        assert pids(two) == stopped and two.core.state == "running"
         for one in stopped:
             os.kill(one, signal.SIGCONT)
 

@@ -18,9 +18,8 @@ from kvstore.engine.model import devices as model_devices
 from kvstore.engine.model.devices import CUDA_FRACTION
 from kvstore.engine.model.step import runner
 from kvstore.engine.model.step.flight import StepClock
-from kvstore.engine.process.spawn import spawned
-from kvstore.engine.ranks import process
-from kvstore.engine.ranks.wire import decode_start_here
+from kvstore.engine.process import child
+from kvstore.engine.process.child import spawned
 from kvstore.errors import ConfigError, EngineDiedError
 from kvstore.kernels.paged_batch import start_to_host
 from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
@@ -44,13 +43,14 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
     else is replaced here.
     """
 
-    def started(module, start, descriptors, settings):
-        rank = decode_start_here(start).start.rank
+    def started(name, channel, descriptors, settings):
+        rank = int(name.split()[1])
         settings = {**settings, "FAKE_CUDA_RANK": f"{rank} {count} {int(has_triton)} {free} {TOTAL_BYTES}"}
-        return spawned("tests.children.fake_cuda_rank", start, descriptors, settings)
+        return spawned(name, channel, descriptors, settings)
 
     replaced = [
-        (process, "spawned", started), (model_devices, "_MOST_TOKENS", 1),
+        (child, "spawned", started), (child, "PROGRAM", "tests.children.fake_cuda_rank"),
+        (model_devices, "_MOST_TOKENS", 1),
         (torch.distributed, "ProcessGroupNCCL", FakeNccl), *beside,
     ]  # fmt: skip
     with fake_cuda.device(monkeypatch, has_triton, count=count, beside=replaced) as driver:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Engine, SamplingParams
-from kvstore.engine.client.messages import Hello, decode_announcement, encode
+from kvstore.engine.client.messages import Opened, decode_outbound, encode
 from kvstore.engine.model.loading import load
 from kvstore.service.command.terminal import run_chat
 from kvstore.service.settings.engine_options import ChatOptions
@@ -85,7 +85,7 @@ def test_every_route_answers_with_every_familys_defaults(model, process):
 def become(server: Serving, defaults: dict[str, float]) -> None:
     """The engine's process is started for one family only: what it would say for another goes the same way."""
     facts = replace(server.engine.facts, sampling_defaults=defaults)
-    server.engine.facts = decode_announcement(encode(Hello(facts))).facts
+    server.engine.facts = decode_outbound(encode(Opened(facts))).facts
 
 
 def test_the_terminal_answers_beside_the_defaults_of_qwen(model, monkeypatch, capsys):

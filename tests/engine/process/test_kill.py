@@ -16,7 +16,7 @@ from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
 from kvstore.admin.control import ask
 from kvstore.disk import directory as directory_module
 from kvstore.disk.directory import StoreDirectory, read_lock_info
-from kvstore.engine.lifetime import open_waiting_for_lock
+from kvstore.engine.engine import open_waiting_for_lock
 from kvstore.errors import EngineDiedError, StoreError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.waiting import wait_in_loop, wait_until
@@ -56,10 +56,10 @@ async def killed_in_the_middle(engine: Engine, front: AsyncEngine) -> list[objec
 
     tasks = [asyncio.create_task(read(PROMPT[:n])) for n in range(5, 13)] + [asyncio.create_task(turn())]
     await first.wait()
-    os.kill(engine.pid, signal.SIGSTOP)
+    os.kill(engine.core.pid, signal.SIGSTOP)
     tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
-    await wait_in_loop(lambda: engine.core._life._calls)
-    os.kill(engine.pid, signal.SIGKILL)
+    await wait_in_loop(lambda: engine.core._calls)
+    os.kill(engine.core.pid, signal.SIGKILL)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -100,7 +100,7 @@ def test_the_owners_socket_is_answered_by_the_front(shared):
     chat = engine.chat("asked")
     chat.send("Hello, this is long enough to fill a block of tokens, and then another one.", TEN)
     engine.flush()
-    assert ask(path, "stats", {}, 60)["process"]["pid"] == engine.pid
+    assert ask(path, "stats", {}, 60)["process"]["pid"] == engine.core.pid
     assert ask(path, "evict", {"all": True}, 60)["tiers"]["disk"]["blocks"] > 0
     assert ask(path, "verify", {}, 60)["sessions"]["problems"] == []
     found = ask(path, "sessions.delete", {"session": {"session_id": "asked"}}, 60)
@@ -113,14 +113,14 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(shared, 
     def fails(message):
         raise ValueError("no such message")
 
-    engine, ended = shared.engine, shared.engine.pid
-    monkeypatch.setattr("kvstore.engine.client.messages.decode_outbound", fails)
+    engine, ended = shared.engine, shared.engine.core.pid
+    monkeypatch.setattr("kvstore.engine.client.remote.decode_outbound", fails)
     handle = engine.submit(PROMPT, TEN)
     with pytest.raises(EngineDiedError):
         list(engine.stream(handle))
     assert "cannot be understood" in caplog.text
     monkeypatch.undo()
-    while engine.pid in (ended, None):
+    while engine.core.pid in (ended, None):
         with pytest.raises(StoreLockedError):
             StoreDirectory.open(shared.store)
         assert [head.num_turns for head in engine.admin.list_sessions()] == [1]
@@ -132,17 +132,17 @@ def test_a_restart_that_fails_is_tried_again(shared, tmp_path, caplog):
     """As where memory or descriptors are short for a while: here its weights are gone for a while."""
     engine = shared.engine
     shared.weights.rename(tmp_path / "elsewhere")
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(engine.core.pid, signal.SIGKILL)
     wait_until(lambda: "could not be started" in caplog.text, "a restart that fails")
     (tmp_path / "elsewhere").rename(shared.weights)
-    wait_until(lambda: engine.state == "running", "one that succeeds")
+    wait_until(lambda: engine.core.state == "running", "one that succeeds")
     assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
 
 
 def test_nobody_gets_the_store_while_a_process_outlives_its_front(shared):
     """It hangs, and the front has given its locks up."""
     engine, path = shared.engine, shared.store
-    stopped = engine.pid
+    stopped = engine.core.pid
     os.kill(stopped, signal.SIGSTOP)
     for part in (engine.sessions, engine.answers):
         part.close()
@@ -167,7 +167,7 @@ async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_p
     assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
     with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
         await front.generate(PROMPT, TEN)
-    await front.call(wait_until, lambda: engine.state == "running", "the restart")
+    await front.call(wait_until, lambda: engine.core.state == "running", "the restart")
 
     chat = engine.chat("talk")
     assert chat is not old and chat.num_turns == 3
@@ -180,17 +180,17 @@ async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_p
     engine.flush()
     assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(engine.core.pid, signal.SIGKILL)
     await front.call(wait_until, lambda: engine.core.life == 2, "the second restart")
-    await front.call(wait_until, lambda: engine.state == "running", "its end")
+    await front.call(wait_until, lambda: engine.core.state == "running", "its end")
     errors = await killed_in_the_middle(engine, front)
     assert [type(error) for error in errors] == [EngineDiedError] * 10
-    assert engine.state == "failed" and engine.closed and engine.pid is None
+    assert engine.core.state == "failed" and engine.closed and engine.core.pid is None
     for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk")):
         with pytest.raises(EngineDiedError, match="stays down"):
             wanted()
     await front.close()
-    assert engine.state == "failed"
+    assert engine.core.state == "failed"
     following = ("is started again in 0 s, 1 of 2 an hour", "is started again in 1 s, 2 of 2", "is not started again")
     assert len(caplog.messages) == 3
     for said, wanted in zip(caplog.messages, following, strict=True):
@@ -206,20 +206,20 @@ async def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(
     answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
     for answer in answers:
         await anext(answer)
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(engine.core.pid, signal.SIGKILL)
     for answer in answers:
         with pytest.raises(EngineDiedError):
             async for _ in answer:
                 pass
     with pytest.raises(EngineDiedError, match="again"):
         await front.generate(PROMPT, TEN)
-    await front.call(wait_until, lambda: engine.state == "running", "the restart")
+    await front.call(wait_until, lambda: engine.core.state == "running", "the restart")
     assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
     running = asyncio.create_task(front.generate(PROMPT, LONG))
     await wait_in_loop(lambda: engine.has_work)
     await front.close()
     assert (await running).finish_reason == "abort" and not any(port.readers for port in front._ports.values())
-    assert engine.state == "closed" and engine.pid is None
+    assert engine.core.state == "closed" and engine.core.pid is None
 
 
 def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):

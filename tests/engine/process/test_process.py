@@ -6,22 +6,28 @@ import random
 import re
 import select
 import selectors
+import signal
 import socket
 import sys
 import threading
 from contextlib import suppress
+from queue import Full, Queue
 
 import pytest
 
 from kvstore import CacheTiers, Engine
-from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.pulse import Heart, Pulse
-from kvstore.engine.process.readiness import Readiness
-from kvstore.engine.process.restarts import MAX_DELAY_S, WINDOW_S, Restarts
-from kvstore.engine.process.spawn import SPIN_COUNT, spin_briefly
+from kvstore.engine.client.remote import MAX_DELAY_S, WINDOW_S, Restarts
+from kvstore.engine.process import child
+from kvstore.engine.process.channel import Channel, Readiness
+from kvstore.engine.process.child import SPIN_COUNT, Child, Heart, spin_briefly
+from kvstore.engine.process.wire import Start
+from kvstore.errors import EngineDiedError
+from tests.support.faults import before_each, constants, fail
+from tests.support.ranks import is_gone
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 BEAT_S = 0.01
+FOR_EVER_S = 1e9
 
 
 @pytest.fixture
@@ -33,9 +39,9 @@ def pair():
 
 
 def message_of(number: int) -> bytes:
-    """Its content is derived from its number; lengths from none to more than the kernel takes."""
+    """Its content is derived from its number; lengths from one byte to more than the kernel takes."""
     rng = random.Random(number)
-    return rng.randbytes(rng.choice((0, 1, 5, 40, 3000, 70_000, 400_000)))
+    return rng.randbytes(rng.choice((1, 5, 40, 3000, 70_000, 400_000)))
 
 
 def test_messages_arrive_whole_and_in_order(pair):
@@ -57,13 +63,13 @@ def test_messages_arrive_whole_and_in_order(pair):
 def test_a_message_that_comes_in_bytes_is_one_message():
     raw, end = socket.socketpair()
     channel = Channel(end)
-    whole = (5).to_bytes(8, sys.byteorder) + b"hello" + (0).to_bytes(8, sys.byteorder)
+    whole = (5).to_bytes(8, sys.byteorder) + b"hello" + (1).to_bytes(8, sys.byteorder) + b"."
     found = []
     for byte in whole:
         found.append(channel.receive())
         raw.send(bytes([byte]))
     found.append(channel.receive())
-    assert found == [[]] * 13 + [[b"hello"]] + [[]] * 7 + [[b""]]
+    assert found == [[]] * 13 + [[b"hello"]] + [[]] * 8 + [[b"."]]
     raw.close()
     channel.close()
 
@@ -131,6 +137,36 @@ def test_an_end_with_unsent_messages_is_the_end_of_these(pair):
     assert one.num_unsent == 0 and one.receive() == [] and one.ended
 
 
+def test_a_sign_of_life_is_heard_and_is_no_message(pair):
+    one, other = pair
+    one.beat()
+    one.send(b"hello")
+    one.beat()
+    assert other.receive() == [b"hello"] and other.is_heard
+    other.is_heard = False
+    assert other.receive() == [] and not other.is_heard
+    one.beat()
+    assert other.receive() == [] and other.is_heard
+
+
+def test_signs_of_life_wait_for_nobody_and_none_is_behind_bytes_that_wait(pair):
+    """The other end reads nothing, as one that is busy."""
+    one, other = pair
+    while not one.num_unsent:
+        one.beat()
+    for _ in range(1000):
+        one.beat()
+    assert one.num_unsent == 1
+    while one.num_unsent:
+        assert other.receive() == []
+        one.beat()
+    one.send(b"hello")
+    found = []
+    while not found:
+        found = other.receive()
+    assert found == [b"hello"]
+
+
 def test_delays_double_until_their_limit():
     restarts = Restarts(10, clock=lambda: 0.0)
     delays = []
@@ -150,58 +186,125 @@ def test_an_end_is_forgotten_after_an_hour(caplog):
     assert restarts.note_end("signal 9") and restarts.delay_s == 1.0
 
 
+# -- its own end -------------------------------------------------------------------------------------------------------
 def test_a_heart_beats_while_the_loop_goes_round_and_stops_with_it(capfd):
-    """It is never more than a few beats ahead of this thread, so no round seems long because this one had to wait."""
-    reader, writer = socket.socketpair()
-    writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as little as there can be
-    heart = Heart(writer.fileno(), 0.5, BEAT_S)
+    """It is never more than a beat ahead of this thread, so no round seems long because this one had to wait."""
+    beats, stuck = Queue[None](1), threading.Event()
+    heart = Heart(lambda: beats.put(None), 0.5, BEAT_S)
+    heart.stuck = lambda why: stuck.set()
     for _ in range(100):  # twice the limit, at rest
-        assert reader.recv(1)
+        beats.get(timeout=TIMEOUT_S)
     for _ in range(100):
         heart.begin()
-        assert reader.recv(1)
-    reader.settimeout(20 * BEAT_S)
-    said = ""
-
-    def has_told() -> bool:
-        nonlocal said
-        with suppress(TimeoutError):
-            reader.recv(1000)
-        said += capfd.readouterr().err
-        return "Thread" in said
-
-    wait_until(has_told, "a round that does not end")
-    assert "a step of the engine has taken" in said and "--engine-timeout" in said
-    with pytest.raises(TimeoutError):
-        while True:  # what it has said before
-            reader.recv(1000)
-    reader.close()
-    writer.close()
+        beats.get(timeout=TIMEOUT_S)
+    while not stuck.is_set():  # a round that does not end
+        with suppress(Exception):
+            beats.get(timeout=BEAT_S)
+    said = capfd.readouterr().err
+    assert "a step of the engine has taken" in said and "--engine-timeout" in said and "Thread" in said
+    while not beats.empty():  # what it has said before
+        beats.get()
+    with pytest.raises(Full):
+        beats.put(None)
+        beats.put(None, timeout=20 * BEAT_S)
 
 
-def test_silence_is_counted_told_once_and_ends_with_a_sign():
-    hung = threading.Event()
-    one = Pulse(1e9, hung.set, BEAT_S)
-    end = os.dup(one.writer)
-    one.listen()
+# -- the end of the process that has started it ------------------------------------------------------------------------
+@pytest.fixture
+def elsewhere():
+    """(child, its own end of the channel): one that others have started."""
+    ours, theirs = socket.socketpair()
+    end = Channel(theirs)
+    one = Child(Start(FOR_EVER_S, {}, rank=1, size=2), end=ours, beat_s=BEAT_S)
+    yield one, end
+    end.close()
+    one.end(b"leave", 0.0)
+
+
+def test_silence_is_counted_and_ends_with_a_sign(elsewhere):
+    one, end = elsewhere
+    one.is_loading = False
     wait_until(lambda: one.silent_s >= 0.05)
-    wait_until(lambda: os.write(end, b".") and one.silent_s <= 0.04)
-    one.is_loading, one._silence_s = False, 0.1
-    assert hung.wait(TIMEOUT_S)
-    os.close(end)
+    wait_until(lambda: end.beat() or one.silent_s <= 0.04)
+    one._silence_s = 0.1
+    assert one.wait().startswith("no sign of life for 0.") and one.silent_s >= 0.1
 
 
-def test_a_process_that_loads_may_be_silent_longer():
-    hung = threading.Event()
-    one = Pulse(0.02, hung.set, BEAT_S)
-    end = os.dup(one.writer)
-    one.listen()
-    silent_s = 0.0
+def test_what_nobody_reads_is_a_sign_and_is_kept(elsewhere):
+    one, end = elsewhere
+    unread = threading.Event()
+    one.on_unread = unread.set
+    wait_until(lambda: one.silent_s >= 0.05)
+    end.send(b"hello")
+    assert unread.wait(TIMEOUT_S) and one.receive() == [b"hello"]
+
+
+def test_a_process_that_loads_may_be_silent_longer(elsewhere):
+    one, _ = elsewhere
+    one._silence_s, silent_s = 0.02, 0.0
     while silent_s < 0.1:
-        is_told, silent_s = hung.is_set(), one.silent_s  # in this order: it may go on between them
-        assert not is_told or silent_s >= 0.1
-    assert hung.wait(TIMEOUT_S) and one.silent_s == pytest.approx(0.2)
-    os.close(end)
+        how, silent_s = one.how, one.silent_s  # in this order: it may go on between them
+        assert how is None or silent_s >= 0.1
+    one.wait()
+    assert one.silent_s == pytest.approx(0.2)
+
+
+def test_the_end_of_a_connection_is_one_and_what_was_said_before_is_heard(elsewhere):
+    one, end = elsewhere
+    ended = threading.Event()
+    one.when_ended(ended.set)
+    end.send(b"the last word")
+    end.close()
+    assert ended.wait(TIMEOUT_S) and one.how == "its connection has ended"
+    heard = one.first_messages()
+    assert next(heard) == b"the last word"
+    with pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended while it was loading \(its connection has ended\)"):
+        next(heard)
+    one.send(b"too late", waits=True)
+    assert one.channel.num_unsent == 0
+
+
+@pytest.fixture
+def begun(monkeypatch, tmp_path):
+    """Starts a process that runs this text instead of ours."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def begin(program: str, silence_s: float = FOR_EVER_S) -> Child:
+        (tmp_path / "program.py").write_text(program)
+        with constants(child, PROGRAM="program"):
+            return Child(Start(silence_s, {}), beat_s=BEAT_S)
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("import os, sys; os.kill(os.getpid(), 9)", "signal 9"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN); signal.pause()", "killed: no sign of life"),
+    ],
+)
+def test_the_end_of_a_process_is_told_and_nothing_of_it_stays(program, how, begun):
+    one = begun(program, 0.1 if "killed" in how else FOR_EVER_S)
+    assert one.wait().startswith(how)
+    assert is_gone(one.pid)
+    one.end(b"leave", FOR_EVER_S)
+
+
+def test_a_process_that_takes_too_long_to_leave_is_killed(begun):
+    one = begun("import signal; signal.pause()")
+    one.is_loading = False
+    os.kill(one.pid, signal.SIGSTOP)
+    one.end(b"leave", 0.05)
+    assert one.how == "signal 9"
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor():
+    before = len(os.listdir("/proc/self/fd"))
+    with before_each(child, "spawned", fail), pytest.raises(RuntimeError, match="injected"):
+        Child(Start(FOR_EVER_S, {}))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_warning_of_the_engines_process_is_one_line(model, capfd):

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import Engine, SamplingParams
 from kvstore.engine.client import opening
-from kvstore.engine.ranks.line import RankLine
+from kvstore.engine.process.child import Child
 from kvstore.errors import EngineDiedError
 from tests.support.by_hand import held
 from tests.support.engines import ask, cached, greedy, open_engine, settle
@@ -44,7 +44,7 @@ def has_said(handles, count: int) -> bool:
 
 
 def is_another(engine, pid: int) -> bool:
-    return engine.state == "running" and engine.pid != pid
+    return engine.core.state == "running" and engine.core.pid != pid
 
 
 def are_gone(pids: tuple[int, ...]) -> bool:
@@ -86,7 +86,7 @@ def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, size, ca
     with constants(opening, SLOW_FACTOR=0.5), open_engine(model, silence_s=10.0, **SIZES[size]) as engine:
         ask(engine, PROMPTS[0])
         with (
-            constants(RankLine, send=lambda line, message: None),
+            constants(Child, send=lambda child, message, waits: None),
             pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended .killed: a step of the engine has taken 5"),
         ):
             ask(engine, PROMPTS[1])
@@ -104,12 +104,12 @@ def test_all_ranks_are_started_again(model, size, request):
     with Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", silence_s=PATIENCE_S, **SIZES[size]) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for rank, sign in ALL_ENDS if is_long else ENDS:
-            before = engine.pid, rank_of(engine.pid)
+            before = engine.core.pid, rank_of(engine.core.pid)
             end_while_it_answers(engine, before[rank], sign)
             wait_until(partial(is_another, engine, before[0]), "the restart", START_S)
             wait_until(partial(are_gone, before), "their end")
             assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
-        now = engine.pid, rank_of(engine.pid)
+        now = engine.core.pid, rank_of(engine.core.pid)
     wait_until(partial(are_gone, now), "their end")
 
 

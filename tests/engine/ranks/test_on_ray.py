@@ -4,6 +4,7 @@ No rank has a share of another one's memory; also without Ray, where a process s
 of both sizes in both ways.
 """
 
+import os
 import re
 import signal
 import socket
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge
 from types import SimpleNamespace
 
 import psutil
@@ -19,7 +22,7 @@ import pytest
 import torch
 
 from kvstore import Engine
-from kvstore.engine.ranks.door import CHANNEL, KINDS, PULSE, Door, entered
+from kvstore.engine.ranks.launch import Door, entered
 from kvstore.errors import ConfigError, EngineDiedError
 from tests.support.engines import ask, greedy, open_engine
 from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone
@@ -38,8 +41,8 @@ OTHER = """
 import sys
 from kvstore.engine.ranks.on_ray import RankActor
 
-rank, size, host, port, key = sys.argv[1:]
-RankActor().run(int(rank), int(size), host, int(port), bytes.fromhex(key))
+rank, host, port, key = sys.argv[1:]
+RankActor().run(int(rank), host, int(port), bytes.fromhex(key))
 """
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 ENOUGH_S, SHORT_S = 60.0, 0.2
@@ -94,9 +97,9 @@ def test_a_rank_that_ends_or_hangs_is_started_again(model, ray_here, size, sign,
     ) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for victim in ("rank", "first"):
-            first, (rank,) = engine.pid, ranks(ray_here)
+            first, (rank,) = engine.core.pid, ranks(ray_here)
             end_while_it_answers(engine, *((rank, sign) if victim == "rank" else (first, signal.SIGKILL)))
-            wait_until(lambda: engine.state == "running" and engine.pid != first, "the restart", START_S)  # noqa: B023
+            wait_until(lambda: engine.core.state == "running" and engine.core.pid != first, "the restart", START_S)  # noqa: B023
             wait_until(lambda: is_gone(first) and is_gone(rank), "their end")  # noqa: B023
             assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
     wait_until(lambda: not ranks(ray_here), "their end")
@@ -235,8 +238,8 @@ def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
     """The other ranks of engines that are opened meanwhile: this is Ray to them, and an actor is a process."""
     found: list[subprocess.Popen] = []
 
-    def start(rank: int, size: int, host: str, port: int, key: bytes) -> subprocess.Popen:
-        command = [sys.executable, "-c", OTHER, str(rank), str(size), host, str(port), key.hex()]
+    def start(rank: int, host: str, port: int, key: bytes) -> subprocess.Popen:
+        command = [sys.executable, "-c", OTHER, str(rank), host, str(port), key.hex()]
         with (tmp_path / "log").open("wb") as stderr:
             found.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr, cwd=tmp_path))
         return found[-1]
@@ -286,43 +289,58 @@ def test_the_end_of_a_rank_elsewhere_ends_the_engine(model, others, size, sign, 
             ask(engine, PROMPTS[1])
 
 
-def come(door: Door, rank: int, kind: int, key: bytes = KEY) -> socket.socket:
-    return entered(door.host, door.port, rank, kind, key)
+def come(door: Door, rank: int, key: bytes = KEY) -> socket.socket:
+    return entered(door.host, door.port, rank, key)
 
 
 def test_each_rank_gets_its_place():
     with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(door.others, 3, ENOUGH_S)
-        theirs = {(rank, kind): come(door, rank, kind) for kind in reversed(KINDS) for rank in (2, 1)}
+        theirs = {rank: come(door, rank) for rank in (2, 1)}
         ours = waiting.result()
         assert sorted(ours) == [1, 2]
-        for (rank, kind), end in theirs.items():
-            end.sendall(bytes([rank, kind]))
-            assert ours[rank][kind].recv(2) == bytes([rank, kind])
+        for rank, end in theirs.items():
+            end.sendall(bytes([rank]))
+            assert ours[rank].recv(2) == bytes([rank])
             end.close()
-            ours[rank][kind].close()
+            ours[rank].close()
 
 
 def test_another_secret_is_told_to_both():
     with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(door.others, 2, 8.0)
         with pytest.raises(ConfigError, match=r"rank 1: the first rank at 127\.0\.0\.1 port \d+ has another secret"):
-            come(door, 1, PULSE, OTHER_KEY)
+            come(door, 1, OTHER_KEY)
         with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
             waiting.result()
 
 
-def test_who_listens_must_know_the_secret_too():
-    """A rank tells nothing to one that does not."""
+@pytest.mark.parametrize("known", [OTHER_KEY, KEY + b"other" + bytes([0, 1])], ids=["none", "what another rank proves"])
+def test_who_listens_must_know_the_secret_too(known):
+    """A rank tells nothing to one that does not, and one that has other ranks prove it does not."""
     with socket.create_server(("127.0.0.1", 0)) as fake, ThreadPoolExecutor(1) as threads:
-        coming = threads.submit(entered, "127.0.0.1", fake.getsockname()[1], 1, CHANNEL, KEY)
-        connection, _ = fake.accept()
-        with connection:
-            connection.sendall(bytes(32))
-            connection.recv(1)
-            connection.sendall(bytes(32))
+        coming = threads.submit(entered, "127.0.0.1", fake.getsockname()[1], 1, KEY)
+        accepted, _ = fake.accept()
+        with accepted, Connection(os.dup(accepted.fileno())) as connection:
+            assert connection.recv_bytes() == bytes([0, 1])
+            connection.send_bytes(b"#CHALLENGE#" + bytes(20))
+            connection.recv_bytes()
+            connection.send_bytes(b"#WELCOME#")
+            with pytest.raises(AuthenticationError):
+                answer_challenge(connection, known)
             with pytest.raises(ConfigError, match="does not know the secret"):
                 coming.result()
+
+
+def test_the_proof_of_one_rank_lets_no_other_in():
+    with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(door.others, 2, 8.0)
+        with socket.create_connection((door.host, door.port)) as raw, Connection(os.dup(raw.fileno())) as connection:
+            connection.send_bytes(bytes([0, 1]))
+            with pytest.raises(AuthenticationError):
+                answer_challenge(connection, KEY + b"other" + bytes([0, 2]))
+        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
+            waiting.result()
 
 
 def test_ranks_that_do_not_come_in_time_are_named():

@@ -9,8 +9,7 @@ from itertools import product
 import pytest
 
 from kvstore import CacheTiers, Engine
-from kvstore.engine.process.spawn import spawned
-from kvstore.engine.ranks import process
+from kvstore.engine.process import child
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.ranks import Ranks
 from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
@@ -128,9 +127,7 @@ def test_what_keeps_another_rank_from_starting_is_told_with_its_number(tmp_path)
 def test_a_rank_that_is_lost_while_all_join_is_not_waited_for(model, monkeypatch, how, told):
     """It has loaded. The first rank waits in gloo, which would wait for a day."""
 
-    def started(module, start, descriptors, settings):
-        return spawned("tests.children.lost_rank", start, descriptors, {**settings, "LOST_RANK": how})
-
-    monkeypatch.setattr(process, "spawned", started)
+    monkeypatch.setattr(child, "PROGRAM", "tests.children.lost_rank")
+    monkeypatch.setenv("LOST_RANK", how)
     with pytest.raises(KVStoreError, match=f"rank 1 of 2.* {told}"):
         open_engine(model, **SIZES["tensor"])

@@ -53,7 +53,7 @@ def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, flus
     assert engine.sessions.load(SessionKey("", "secret")) is None
     out = engine.chat("secret", system="Be brief.").send("This is message number 0 of a secret matter.", PARAMS)
     assert cached(out) == (0, 0, 0, 0)
-    assert check_closed(engine, {engine.root("")}) > 0
+    assert check_closed(engine, {engine.facts.root("")}) > 0
 
 
 def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):
@@ -262,7 +262,7 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
             chat = engine.chat(name)
             reply = chat.send(f"My name is {name}.", SamplingParams(temperature=0.0, max_tokens=8))
             recall.note("", "", chat.messages[:-1], reply, session_id=name)
-            keys = Keys(engine.root(""), "")
+            keys = Keys(engine.facts.root(""), "")
             groups[name] = [keys.histories(chat.messages)[-1]]
         engine.answers.flush()
         assert all(engine.answers.find_ids(list(groups.values())))

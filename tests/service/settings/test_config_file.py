@@ -6,12 +6,12 @@ Refusals name what was given, and a misspelt variable is told.
 import tomllib
 
 import pytest
+from kvstore.service.command.variables import tell_misspelt
 
 from kvstore.config import COUNT, SIZE, SWITCH, TEXT
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 from kvstore.service.command import cli
 from kvstore.service.command.flags_page import commands
-from kvstore.service.command.variables import tell_misspelt
 from kvstore.service.settings.config_file import as_toml, effective, read_config, told
 from kvstore.service.settings.engine_options import engine_command, naming_flags
 from kvstore.service.settings.options import (

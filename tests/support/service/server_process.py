@@ -39,7 +39,7 @@ class ServerProcess:
     def cores(self) -> list[psutil.Process]:
         """The engines' processes that run."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "kvstore.engine.core_process" in child.cmdline()]
+        return [child for child in children if "kvstore.engine.program" in child.cmdline()]
 
     @property
     def core(self) -> psutil.Process | None:

@@ -1,48 +1,65 @@
-"""Serves a core through a channel: token ids in and out, and calls. Knows no text, template or session."""
+"""The program of a process that computes for another one: of an engine, or of another rank of a model. Run as `python
+-m kvstore.engine.program NAME`, whose stdin is the channel to that one.
+
+An engine's process shares the store's lock with the front, so nobody else can open the store before both have ended.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import select
+import signal
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
 
+from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.client.core import Core
-from kvstore.engine.client.messages import Answered, Called, Close, Submit, Updates, decode_inbound, encode
+from kvstore.engine.client.messages import (
+    Answered,
+    Called,
+    Close,
+    Opened,
+    Starting,
+    Submit,
+    Updates,
+    decode_inbound,
+    encode,
+)
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.news import Ended, Update
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.child import Heart, be_child, own_channel
+from kvstore.engine.process.wire import Failed, Start
+from kvstore.engine.progress import told_to
 from kvstore.errors import EngineClosedError, KVStoreError
 
+TERM_GRACE_S = 10  # how long to wait for the front after SIGTERM before ending
 POLL_MS = 1000  # how often to check whether the engine has ended by itself
 MAX_CALLS = 32  # that run at once; others wait for their turn
 NOTHING = msgspec.Raw(encode(None))
 
 
 class CoreServer:
-    """The main thread puts the front's requests into the engine's inbox; the stepping thread sends the results."""
+    """Serves a core through a channel. The main thread puts the front's requests into the engine's inbox; the stepping
+    thread sends the results.
+    """
 
     def __init__(self, core: Core, channel: Channel, heart: Heart) -> None:
         self._core = core
         self._channel = channel
         self._heart = heart
-        self._sending = threading.Lock()
         self._calls = ThreadPoolExecutor(MAX_CALLS, "core-call")  # as each may wait for the disk
         self._told: Exception | None = None  # the error that was last reported on stderr
         self._over = False
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
         core.on_news = self._publish
 
     def stop(self, *_: object) -> None:
         """For a signal handler."""
         self._over = True
-        with suppress(BlockingIOError):
-            os.write(self._wake, b"\0")
 
     def run(self) -> None:
         """Serve until the front or a signal ends it, or the core has ended. The core is then to be closed, which tells
@@ -50,7 +67,6 @@ class CoreServer:
         """
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        poller.register(self._woken, select.POLLIN)
         while not self._over and self._core.state == "running":
             if poller.poll(POLL_MS):
                 self.take_in()
@@ -72,7 +88,7 @@ class CoreServer:
         try:
             self._core.submit([prompt])
         except Exception as error:
-            self._send(encode(Updates([Update(prompt.request_id, [], Ended(error=error))])))
+            self._channel.send_all(encode(Updates([Update(prompt.request_id, [], Ended(error=error))])))
 
     def _answer(self, asked: Called) -> None:
         try:
@@ -81,11 +97,7 @@ class CoreServer:
             if not isinstance(error, KVStoreError):
                 print(f"kvstore: {type(asked.verb).__name__} failed: {error}", file=sys.stderr, flush=True)
             answered = Answered(asked.number, NOTHING, error)
-        self._send(encode(answered))
-
-    def _send(self, message: bytes) -> None:
-        with self._sending:
-            self._channel.send_all(message)
+        self._channel.send_all(encode(answered))
 
     # -- what goes out, from the thread that steps -------------------------------------------------------------------
     def _publish(self) -> None:
@@ -97,5 +109,57 @@ class CoreServer:
                     why = f"{type(error).__name__}: {error}"
                     print(f"kvstore: a step of the engine failed: {why}", file=sys.stderr, flush=True)
         self._heart.rest()  # the front may be slow
-        self._send(encode(Updates(updates)))
+        self._channel.send_all(encode(Updates(updates)))
         self._heart.begin()
+
+
+def serve(start: Start, heart: Heart, channel: Channel) -> int:
+    """Load the model, report to the front, and serve until closed."""
+    from kvstore.engine.client.local import LocalCore  # loads torch
+
+    try:
+        directory = None
+        if start.store is not None:
+            path, *descriptors = start.store
+            directory = StoreDirectory.inherited(path, (descriptors[0], descriptors[1]))
+        with told_to(lambda stage: channel.send_all(encode(Starting(stage)))):
+            core = LocalCore(EngineConfig.of(start.arguments), directory, heart, start.silence_s)
+    except Exception as error:
+        channel.send_all(encode(Failed(error)))
+        return 1
+    server = CoreServer(core, channel, heart)
+    # A supervisor signals the whole group. The front then lets running requests finish, and closes this process.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
+    signal.signal(signal.SIGALRM, server.stop)
+    gc.collect()
+    gc.freeze()  # a full collection would spend a quarter of a second on the loaded objects, which stay
+    channel.send_all(encode(Opened(core.facts)))
+    server.run()
+    loss = core.loss  # before the ranks end in order
+    core.close()
+    if loss is not None:
+        print(f"kvstore: {loss}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def compute(start: Start, heart: Heart, channel: Channel) -> int:
+    """Be the engine, or another rank of its model. Returns the exit code."""
+    if start.rank == 0:
+        return serve(start, heart, channel)
+    from kvstore.engine.ranks.follower import follow  # loads torch
+
+    assert start.arena is not None
+    os.set_inheritable(start.arena, False)
+    return follow(start, heart, channel)
+
+
+def main() -> None:
+    """Ends the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the front decides
+        signal.signal(number, signal.SIG_IGN)
+    be_child(own_channel(), compute)
+
+
+if __name__ == "__main__":
+    main()

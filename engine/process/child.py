@@ -1,0 +1,357 @@
+"""A process that computes for this one, seen from both ends: its start, signs of life, silence and end.
+
+Knows neither what it computes nor what is said to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvstore.engine.core.step_loop import Watch
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.wire import Start, decode_start, encode
+from kvstore.errors import EngineDiedError
+
+PROGRAM = "kvstore.engine.program"
+BEAT_S = 0.5
+SLOW_FACTOR = 10  # loading, and one step, may take this many times the allowed silence without a sign
+SHOW = signal.SIGUSR2  # at which a process shows where its threads are, also if one holds the interpreter
+SHOW_S = 1.0  # that it has for that before it is killed
+READY_POLL_MS = 50
+ROOM_POLL_MS = 100  # while it reads nothing: how often to check whether it has ended
+END_POLL_MS = 10
+SPIN_COUNT = "10000"  # tens of microseconds, longer than the gaps between a step's operations
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
+
+# -- the end of the process that has started it ------------------------------------------------------------------------
+class Child:
+    """A process, and the channel to it. Any thread may use it; one at a time sends with `waits`.
+
+    start: its first message. end: of a connection to it, if it is on another machine, where others have started it;
+    then it ends with that. settings: environment variables. beat_s: how often it is looked at.
+
+    how: how it ended; None while it runs. What it has sent before can still be received. silent_s: seconds since its
+    last sign of life. It is killed after `start.silence_s`, and while `is_loading` after SLOW_FACTOR times that.
+    on_unread: called in a thread of this object when nobody has read what is here now.
+    """
+
+    def __init__(
+        self, start: Start, settings: Mapping[str, str] | None = None, end: socket.socket | None = None,
+        beat_s: float = BEAT_S,
+    ) -> None:  # fmt: skip
+        self.name = start.name
+        self.is_loading, self.silent_s = True, 0.0
+        self.how: str | None = None
+        self.on_unread: Callable[[], object] = lambda: None
+        self._silence_s, self._beat_s = start.silence_s, beat_s
+        self._why = ""  # it was killed
+        self._on_end: Callable[[], object] = lambda: None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._receiving = threading.Lock()
+        self._taken: list[bytes] = []
+        theirs = None
+        if end is None:
+            end, theirs = socket.socketpair()
+            start.parent = os.getpid()
+        self.channel = Channel(end)
+        started: Future[None] = Future()
+        arguments, name = (theirs, start, settings or {}, started), f"kvstore-child-{start.rank}"
+        self._watcher = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
+        self._watcher.start()
+        try:
+            started.result()
+        except Exception:
+            self.channel.close()
+            raise
+        self.send(encode(start))
+
+    def _live(
+        self, theirs: socket.socket | None, start: Start, settings: Mapping[str, str], started: Future[None]
+    ) -> None:
+        """Start it, and watch it until its end. It is to die with its parent, and Linux counts the thread that started
+        a process as its parent.
+        """
+        poller, ended = select.poll(), self.channel.fileno()
+        try:
+            if theirs is not None:
+                with theirs:
+                    self._process = spawned(self.name, theirs, start.descriptors, settings)
+                ended = os.pidfd_open(self._process.pid)
+            poller.register(ended, select.POLLIN if self._process is not None else select.POLLRDHUP)
+        except Exception as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while not poller.poll(int(self._beat_s * 1000)):
+            self._listen()
+        self._take_in()
+        if self._process is None:
+            self.how = self._why or "its connection has ended"
+        else:
+            os.close(ended)
+            code = self._process.wait()
+            ended_by_itself = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self.how = f"killed: {self._why}" if self._why else ended_by_itself
+        self._on_end()
+
+    def _listen(self) -> None:
+        """Only time in which this thread itself ran counts, so a process does not seem hung after both were stopped or
+        the machine slept.
+        """
+        if not self.channel.is_heard:
+            self._take_in()
+            if self._taken:
+                self.on_unread()
+        self.silent_s = 0.0 if self.channel.is_heard else self.silent_s + self._beat_s
+        self.channel.is_heard = False
+        if self.silent_s >= self._silence_s * (SLOW_FACTOR if self.is_loading else 1) and not self._why:
+            self.show()
+            time.sleep(SHOW_S)
+            self.kill(f"no sign of life for {self.silent_s:g} s")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "on another machine"
+        return self._process.pid
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call this, in any thread, when it has ended, perhaps twice. One on another machine may be there still, with
+        its connections to others.
+        """
+        self._on_end = call
+        if self.how is not None:
+            call()
+
+    # -- what is said to it, and by it -------------------------------------------------------------------------------
+    def send(self, message: bytes, waits: bool = False) -> None:
+        """Send a message. Once it has ended, the message is dropped. waits: until there is room for all of it."""
+        if self.how is None:
+            self.channel.send(message)
+        while waits and self.channel.num_unsent and self.how is None:
+            self.channel.poll(ROOM_POLL_MS)
+            self._take_in()  # it may itself wait for room
+
+    def receive(self) -> list[bytes]:
+        """The messages that have come since the last time; never waits."""
+        with self._receiving:
+            messages, self._taken = [*self._taken, *self.channel.receive()], []
+        return messages
+
+    def _take_in(self) -> None:
+        """Take in what has come, for `receive`."""
+        with self._receiving:
+            self._taken += self.channel.receive()
+
+    def first_messages(self, check: Callable[[], object] = lambda: None) -> Iterator[bytes]:
+        """Waits for its messages, while nobody else receives. check: called meanwhile; may raise.
+
+        Raises EngineDiedError when it has ended.
+        """
+        while True:
+            check()
+            has_ended = self.how is not None  # asked first: its messages can still be received
+            self._take_in()
+            while self._taken:  # what comes behind the one that is waited for stays
+                yield self._taken.pop(0)
+            if has_ended:
+                raise EngineDiedError(f"{self.name} ended while it was loading ({self.how})")
+            self.channel.poll(READY_POLL_MS)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+    def show(self) -> None:
+        """Let it show where its threads are, if a signal reaches it."""
+        if self._process is not None:
+            self._process.send_signal(SHOW)
+
+    def kill(self, why: str = "") -> None:
+        """Kill it without waiting, or end its connection; `how` is set a little later."""
+        self._why = self._why or why
+        if self._process is not None:
+            self._process.kill()
+        else:
+            with suppress(OSError):  # it has ended already
+                self.channel.socket.shutdown(socket.SHUT_RDWR)
+
+    def wait(self) -> str:
+        """Wait for its end, and return how it ended."""
+        self._watcher.join()
+        assert self.how is not None
+        return self.how
+
+    def end(self, leave: bytes, timeout_s: float) -> None:
+        """Let it end in order, at this message. Kill it if that takes too long, or at once if it is still loading."""
+        deadline = time.monotonic() + (0.0 if self.is_loading else timeout_s)
+        self.send(leave)
+        while self.how is None and time.monotonic() < deadline:
+            self.channel.poll(END_POLL_MS)
+            self._take_in()  # else it could wait for room
+        self.kill()
+        self.wait()
+        self.channel.close()
+
+
+def spin_briefly(environment: MutableMapping[str, str]) -> None:
+    """Limit how long a compute thread without work spins before it sleeps.
+
+    Call it before torch is loaded. GCC's OpenMP spins for milliseconds. Where another process needs the same core, a
+    step then waits for spinning threads: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). The user's
+    own setting wins.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def spawned(
+    name: str, channel: socket.socket, descriptors: Sequence[int], settings: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process, whose stdin is the channel: the list of processes shows nothing of its configuration.
+
+    name: for that list. settings: environment variables.
+    """
+    home = str(Path(__file__).parents[3])  # the folder of the package kvstore
+    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **settings}
+    spin_briefly(environment)
+    for_front = {signal.SIGINT, signal.SIGHUP}  # of the terminal; what is blocked is inherited
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, for_front)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", PROGRAM, name],
+            stdin=channel.fileno(),
+            stdout=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# -- its own end -------------------------------------------------------------------------------------------------------
+class Heart(Watch):
+    """Beats in a thread of its own, unless one round of its loop takes longer than limit_s. Then it shows where the
+    threads are, and calls `stuck` with what has happened.
+
+    The thread needs the interpreter's lock, so code that holds the lock too long is noticed as well. Time in which the
+    thread did not run does not count. beat: the sign of life; None: nobody listens, as in a program's own process.
+    """
+
+    def __init__(self, beat: Callable[[], object] | None, limit_s: float, beat_s: float = BEAT_S) -> None:
+        if beat is not None:
+            faulthandler.register(SHOW)
+        self.stuck: Callable[[str], object] = lambda why: None
+        self._closed = threading.Event()
+        self._sign = beat
+        self._limit_s, self._beat_s = limit_s, beat_s
+        self._round = 0
+        self._rests = True
+        threading.Thread(target=self._beat, name="core-pulse", daemon=True).start()
+
+    def begin(self) -> None:
+        """A round begins: this, or `rest`, must be called again within the limit."""
+        self._round += 1
+        self._rests = False
+
+    def rest(self) -> None:
+        """The loop waits for others now, which may take any time."""
+        self._rests = True
+
+    def _beat(self) -> None:
+        last, busy_s = 0, 0.0
+        while busy_s < self._limit_s:
+            if self._sign is not None:
+                self._sign()
+            if self._closed.wait(self._beat_s):
+                return
+            is_same = self._round == last and not self._rests
+            last, busy_s = self._round, busy_s + self._beat_s if is_same else 0.0
+        why = f"a step of the engine has taken {busy_s:g} s"
+        remedy = "" if self._sign is None else "a longer --engine-timeout or "
+        print(
+            f"kvstore: {why}; if that is usual here, give {remedy}a smaller --max-num-batched-tokens",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        faulthandler.dump_traceback(2)  # not sys.stderr, which may be a notebook's
+        self.stuck(why)
+
+    def close(self) -> None:
+        """Stop it, if nobody listens who could end."""
+        self._closed.set()
+
+
+def be_child(channel: Channel, compute: Callable[[Start, Heart, Channel], int]) -> NoReturn:
+    """Be what the first message says until the process ends, with the other end of the channel. compute: returns the
+    exit code; called once threads beat and watch.
+    """
+    while not (messages := channel.receive()):
+        if channel.ended:
+            os._exit(1)
+        channel.poll(-1)
+    (message,) = messages  # nothing more is said before this process has loaded
+    start = decode_start(message)
+    tell_in_lines()
+    if start.parent is not None:
+        die_with_parent(start.parent, b"kvstore-rank" if start.rank else b"kvstore-core")
+    threading.Thread(target=_watch_parent, args=(channel, start), name="core-parent", daemon=True).start()
+    try:
+        code = compute(start, Heart(channel.beat, SLOW_FACTOR * start.silence_s), channel)
+    except Exception as error:
+        print(f"kvstore: {start.name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # all durable work is done, so do not wait for threads in calls
+
+
+def die_with_parent(parent: int, name: bytes) -> None:
+    """Have the kernel send SIGKILL when the parent ends (on Linux), or at once if it has ended."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(PR_SET_NAME, name, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch_parent(channel: Channel, start: Start) -> None:
+    """End with the other end of the channel, also while this one computes, or waits for another rank."""
+    poller = select.poll()
+    poller.register(channel, select.POLLRDHUP)
+    poller.poll()
+    if start.parent is None:
+        print(f"kvstore: {start.name} ends, because the first rank has ended", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def own_channel() -> Channel:
+    """The channel of a process that was started by `spawned`."""
+    end = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # processes that this one starts must not hold it
+    return Channel(end)
+
+
+def tell_in_lines() -> None:
+    """Print warnings, and log messages that nobody takes, as one line each on stderr."""
+    warnings.showwarning = one_line_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
+
+
+def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"kvstore: {message}", file=sys.stderr, flush=True)
