@@ -29,7 +29,7 @@ Bell.wait = _wait_or_step
 def by_hand(engine):
     """From now on, and until it is closed, this engine is used by the calling thread only, and steps with `step()`."""
     loop, client, me = engine.loop, engine.client, threading.get_ident()
-    put, close, submit, receive = loop.inbox.put, loop.inbox.close, client.submit, client.receive
+    put, close, submit_all, receive = loop.inbox.put, loop.inbox.close, client.submit_all, client.receive
     let_go, is_taking = _hold(loop), threading.Event()
 
     def put_and_answer(*args, **kwargs):
@@ -40,8 +40,8 @@ def by_hand(engine):
             loop.deliver()
         return future
 
-    def submit_with_loop(*args, **kwargs):
-        handles = submit(*args, **kwargs)
+    def submit_all_with_loop(*args, **kwargs):
+        handles = submit_all(*args, **kwargs)
         for handle in handles:
             if isinstance(handle.listener, Bell):
                 handle.listener.loop = loop
@@ -59,7 +59,7 @@ def by_hand(engine):
         close()
 
     loop.inbox.put, loop.inbox.close, loop.on_news = put_and_answer, close_and_let_go, receive_alone
-    client.submit, engine.step = submit_with_loop, loop.round
+    client.submit_all, engine.step = submit_all_with_loop, loop.round
     return engine
 
 
@@ -95,7 +95,7 @@ def ending_at_once(engine):
 
     def submit_and_abort(*args, **kwargs):
         with held(engine):
-            handles = submit(*args, **kwargs)
+            handles = submit_all(*args, **kwargs)
             for handle in handles:
                 engine.core.end(handle.request_id)
         return handles
