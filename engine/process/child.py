@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import logging
 import os
 import select
 import signal
@@ -16,16 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kvstore.engine.core.step_loop import Watch
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.wire import Start, decode_start, encode
+from kvstore.engine.progress import tell_in_lines
 from kvstore.errors import EngineDiedError
 
 PROGRAM = "kvstore.engine.program"
@@ -344,14 +343,3 @@ def own_channel() -> Channel:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # processes that this one starts must not hold it
     return Channel(end)
-
-
-def tell_in_lines() -> None:
-    """Print warnings, and log messages that nobody takes, as one line each on stderr."""
-    warnings.showwarning = one_line_warning
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
-
-
-def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"kvstore: {message}", file=sys.stderr, flush=True)
