@@ -33,7 +33,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_queue import BATCH_BYTES, NUM_READERS, IoQueue, Read, ReadDone
 from kvstore.disk.tier import DiskTier
-from kvstore.kernels.block_copy import BlockLoad, save_layers
+from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style

@@ -1,12 +1,9 @@
 """Device code. Imports nothing, because transformers probes any package with the name `kernels`.
 
-- `attention`: paged attention: which implementation computes it, by device and by what is installed
-- `attention_torch`: paged attention in torch operations
-- `block_copy`: copies blocks between arena and paged cache, and rotates loaded keys
-- `device`: copies small tensors to a device and back
-- `paged_batch`: one step's layout for attention, on the host and on the device
+- `attention`: paged attention: which implementation computes it, by device and by what is installed; in torch
+- `kv`: moves keys and values, and rotates keys: a step's into the paged cache, blocks between arena and cache
+- `paged_batch`: one step's layout for attention, on the host and on the device, and small tensors on their way there
 - `reference`: plain twins of the kernels, which the tests compare with
-- `write_kv`: rotates a step's queries and keys, and puts new keys and values into the paged cache
 
 Decisions:
 

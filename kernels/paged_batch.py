@@ -1,4 +1,7 @@
-"""One step's layout for attention, which all layers share: everything that can be computed once per step."""
+"""One step's layout for attention, which all layers share: everything that can be computed once per step.
+
+And how small tensors get to the device and back without a wait.
+"""
 
 import bisect
 import itertools
@@ -8,9 +11,26 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvstore.kernels.device import to_device
-
 VIEW_TOKENS = 512  # from this context length on, a request whose blocks are in one run is read in place
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor to the device without a wait. A copy from pageable memory would wait for everything queued.
+
+    A tensor that is already there is returned as it is.
+    """
+    if device.type != "cuda" or numbers.device.type == "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def start_to_host(numbers: Tensor) -> Tensor:
+    """A copy on the host, complete when the device has reached it. Never waits. On a CPU: the tensor itself."""
+    if numbers.device.type != "cuda":
+        return numbers
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    pinned.copy_(numbers, non_blocking=True)
+    return pinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from bench.gpu.case import (
 from bench.throughput import Ours
 from bench.ttft import DECODE_PROMPT_TOKENS, DECODE_TOKENS, Person, decode_s, prefill_s
 from kvstore.blocks.ids import BlockId, extend_chain
-from kvstore.kernels.block_copy import BlockLoad
+from kvstore.kernels.kv import BlockLoad
 
 IDENTITY_TOKENS, IDENTITY_SEED = 1024, 99
 SAVED_BATCHES = (1, 8)

@@ -9,11 +9,10 @@ import torch
 
 from bench.common import alternate, median
 from bench.gpu.case import BANDWIDTH, BLOCK_SIZE, Board, Case, Clock, timed_s
-from kvstore.kernels import block_copy, reference
+from kvstore.kernels import kv, reference
 from kvstore.kernels.attention import paged_attention
-from kvstore.kernels.device import to_device
-from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from kvstore.kernels.write_kv import rotate_and_write, write_kv
+from kvstore.kernels.kv import rotate_and_write, write_kv
+from kvstore.kernels.paged_batch import PagedBatch, Scoring, to_device
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
@@ -197,7 +196,7 @@ def load_all(
     arm: str, host: Arena, arena_blocks: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
     """Load all layers of these blocks, in one way or the other."""
-    load = block_copy.BlockLoad(host.tensor, arena_blocks, numbers, positions, host.layout.rotations)
+    load = kv.BlockLoad(host.tensor, arena_blocks, numbers, positions, host.layout.rotations)
     if arm == "kernel":
         load.load_by_kernel(0, caches)
     elif arm == "as on a CPU":
@@ -235,13 +234,13 @@ def load_by_copy(
 
 def save_all(
     host: Arena,
-    layers: Sequence[block_copy.RawLayer],
+    layers: Sequence[kv.RawLayer],
     rows: torch.Tensor | None,
     places: torch.Tensor,
     device: torch.device,
 ) -> None:
     at = None if rows is None else rows.to(device)
-    block_copy.save_to_arena(host.tensor, layers, at, places.to(device))
+    kv.save_to_arena(host.tensor, layers, at, places.to(device))
 
 
 # -- the bus ---------------------------------------------------------------------------------------------------------

@@ -33,17 +33,14 @@ from kvstore.engine.core.news import Update
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.model.devices import own_device
+from kvstore.engine.model.devices import num_hbm_blocks, own_device
 from kvstore.engine.model.fingerprint import fingerprint
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded, load
-from kvstore.engine.model.memory import num_hbm_blocks
-from kvstore.engine.model.parallel.group import Part
-from kvstore.engine.model.parallel.nccl import part_of_process
+from kvstore.engine.model.parallel.group import Part, part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
-from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.process.child import Heart
 from kvstore.engine.progress import KERNELS, PROBE, WEIGHTS, begin
 from kvstore.engine.ranks.launch import started_here
@@ -174,8 +171,7 @@ class LocalCore:
         self._ranks: Ranks | None = None
         self._random = random.Random(config.seed)
         with ExitStack() as opened:
-            with WAITING.allowed():
-                self._build(config, directory, opened, heart, silence_s)
+            self._build(config, directory, opened, heart, silence_s)
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()

@@ -81,7 +81,7 @@ class Runner(Protocol):
         """Get ready for the first step."""
 
     def working(self) -> AbstractContextManager[None]:
-        """A step may run in this context. Anything that must be alone in the process waits for its end."""
+        """A step may run in this context."""
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Overwrite these HBM blocks."""

@@ -3,13 +3,12 @@
 Knows no scheduler. `step` runs its steps.
 
 - `step/`: runs one step
-- `devices`: which device a process computes on
+- `devices`: a device before the first step: which one, how many HBM blocks there, and what warms it up
 - `files`: a model's files before anything is loaded: where they are, and what cannot be served
 - `fingerprint`: a digest of weights, rotation and layout, so that another model never hits
 - `interception`: a Hugging Face causal LM whose keys reach us without position
 - `lean`: decoder layers on a CPU in few operations, if these compute the same
 - `loading`: loads a model, its tokenizer and its window from a directory or hub id
-- `memory`: how many blocks the pool gets
 - `parallel/`: the part of a model that one rank has, and how parts become whole
 - `packing`: linear weights packed once, fused modules in place of the model's own
 - `probe`: observes how a model rotates its keys, and refuses it when that cannot be served
@@ -30,12 +29,15 @@ architecture needs no new code.
 Frequencies that depend on the length are fixed at load by `max_model_len`: a token's KV must not depend on who else
 is in the batch.
 
-Linear weights are packed once: on a CPU in oneDNN's layout, with q, k and v in one product. Norms are shortened, and
-the model's own rotation, which does nothing here, is not called. Plain layers on a CPU are lean: residual sums, gates
+Linear weights are packed once: on a CPU in oneDNN's layout, with q, k and v in one product. Norms are one pass. The
+model's own rotation is called and does nothing. Plain layers on a CPU are lean: residual sums, gates
 and activations are computed inside oneDNN's products, because small operations between products dominate a small step.
 A layer is recognised by its parts, not by its class, and taken over only if it computes the same from the same input.
 After the attention, a prefill's layers work in pieces of 256 tokens, so that intermediate results stay in cache.
 
 The last layer computes only sampled tokens, if that leaves out 16 or more; the others need only keys and values. The
 probe compares these logits, too. If they differ, the layer computes all tokens.
+
+The engine warms up before it serves: it runs steps of every form that attention distinguishes, which write nothing. So
+no request waits for a compiler. A thread that steps does it again, because cuBLAS keeps a workspace for each thread.
 """

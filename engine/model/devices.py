@@ -1,9 +1,38 @@
-"""Which device a process computes on, where several compute on one machine."""
+"""A device before the first step: which one a process computes on, how many HBM blocks it gets there, what warms it up.
 
+Triton compiles a kernel for every form of its launches, which takes a second each, and keeps the result on disk. Loads
+and saves are warmed up when the caches are registered, graphs when they are captured.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import psutil
 import torch
 
-from kvstore.engine.config import EngineConfig
-from kvstore.errors import ConfigError
+from kvstore.config import MAX_SAVE_BYTES, format_size
+from kvstore.connector import NullConnector
+from kvstore.engine.config import EngineConfig, SchedulerConfig
+from kvstore.engine.model.interception import KVCaches, PositionFreeModel
+from kvstore.engine.model.step.graphs import bytes_for_graphs
+from kvstore.engine.model.step.sampler import Sampler
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.errors import ConfigError, ModelError
+from kvstore.kernels.paged_batch import PagedBatch
+
+LOGGER = logging.getLogger("kvstore.engine")
+CPU_FRACTION = 0.25  # of the memory that is available at the start
+CPU_WINDOWS = 4  # at most so many times max_num_seqs full windows
+CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
+CUDA_WINDOWS = 16  # as CPU_WINDOWS: for a small model a card could hold millions of blocks, which it does not need
+_MOST_TOKENS = 128  # attention has the same form for more tokens, as a tile has no more rows
 
 
 def own_device(config: EngineConfig, rank: int = 0) -> str:
@@ -22,3 +51,127 @@ def own_device(config: EngineConfig, rank: int = 0) -> str:
         why = f"but this machine has {num_devices} CUDA devices for {sizes} processes, which need one each"
         raise ConfigError(name, f"{getattr(config, name)}, {why}", "give less, or cpu as the device")
     return f"cuda:{config.data_parallel_rank * config.num_ranks + rank}"
+
+
+def num_hbm_blocks(
+    model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False,
+    num_processes: int = 1,
+) -> int:  # fmt: skip
+    """Blocks that fit in `hbm` bytes, or in what "auto" finds. Raises ConfigError when not even one fits.
+
+    On CUDA, "auto" leaves room for what comes beside the pool. has_graphs: room for CUDA graphs, which are captured
+    later. saves: room for activations that are kept until they are saved to a tier below HBM. num_processes: on this
+    machine; on a CPU they divide its memory.
+    """
+    block_bytes = config.block_size * model.spec.hbm_bytes_per_token
+    size_bytes = _auto_bytes(model, config, has_graphs, saves, num_processes) if hbm == "auto" else int(hbm)
+    if hbm == "auto":
+        LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
+    count = size_bytes // block_bytes
+    if count < 1:
+        needed = f"but one block of this model needs {format_size(block_bytes)}"
+        raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
+    if count * config.block_size < config.max_model_len:
+        warnings.warn(
+            f"the HBM pool holds {count * config.block_size} tokens, fewer than max_model_len {config.max_model_len}: "
+            "longer requests will be refused",
+            stacklevel=4,  # points at the caller of Engine()
+        )
+    return count
+
+
+def _auto_bytes(
+    model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool, num_processes: int
+) -> int:
+    window_bytes = config.max_num_seqs * config.max_model_len * model.spec.hbm_bytes_per_token
+    if model.device.type == "cuda":
+        beside = (MAX_SAVE_BYTES if saves else 0) + (bytes_for_graphs(model, config) if has_graphs else 0)
+        return min(max(_cuda_bytes(model, config) - beside, 0), CUDA_WINDOWS * window_bytes)
+    available = psutil.virtual_memory().available // num_processes
+    return min(int(available * CPU_FRACTION), CPU_WINDOWS * window_bytes)
+
+
+def _cuda_bytes(model: PositionFreeModel, config: SchedulerConfig) -> int:
+    """The memory that is left beside the weights and the peak of a maximal step, which is run to measure it."""
+    gc.collect()  # a dropped engine may still hold its pool
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    with torch.inference_mode():
+        _maximal_step(model, config)
+    torch.cuda.synchronize(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device)
+    free, total = torch.cuda.mem_get_info(model.device)
+    others = total - free - torch.cuda.memory_reserved(model.device)
+    torch.cuda.empty_cache()
+    return max(int(total * CUDA_FRACTION) - others - peak, 0)
+
+
+def _maximal_step(model: PositionFreeModel, config: SchedulerConfig) -> None:
+    """A step with as many tokens and requests as possible, each of which samples."""
+    num_tokens = config.max_num_batched_tokens
+    length = min(num_tokens, config.max_model_len - 1)
+    lens = [min(length, num_tokens - start) for start in range(0, num_tokens, length)]
+    caches = model.new_caches(1, config.block_size)
+    logits = _made_up_step(model, caches, config.block_size, lens, lens, min(config.max_num_seqs, num_tokens))
+    logits.float().sort(dim=-1)  # the sampler may need so much beside it
+
+
+def _made_up_step(
+    model: PositionFreeModel, caches: KVCaches, block_size: int, lens: Sequence[int], contexts: Sequence[int],
+    num_samples: int,
+) -> torch.Tensor:  # [num_samples, vocab_size]  # fmt: skip
+    """A step of requests with so many new tokens and contexts. It samples the last tokens. All blocks are the first
+    one, and nothing is written, as slots are -1.
+    """
+    device = model.device
+    positions = torch.cat(
+        [torch.arange(end - count, end, device=device) for count, end in zip(lens, contexts, strict=True)]
+    )
+    table = torch.zeros(len(lens), -(-max(contexts) // block_size), dtype=torch.int64)
+    starts, slots = [0, *itertools.accumulate(lens)], torch.full_like(positions, -1)
+    batch = PagedBatch(starts, list(contexts), table, slots, block_size)
+    samples = torch.arange(starts[-1] - num_samples, starts[-1], device=device)
+    return model.forward(torch.zeros_like(positions), positions, batch, caches, NullConnector(), samples)
+
+
+@torch.inference_mode()
+def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> None:
+    """Run steps of all forms, without writing to the caches. Raises ModelError with the form that failed.
+
+    Call it in the thread that is going to step, because cuBLAS keeps a handle and a workspace for each thread.
+    """
+    LOGGER.info("warming up: kernels that were never compiled on this machine take a second each")
+    started = time.perf_counter()
+    logits = run_all_forms(model, caches, config)
+    sampler, none = Sampler(1, model.spec.vocab_size, model.device), np.empty(0, np.int64)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=40, top_p=0.9)):
+        sampler.set_row(0, params, 0, (), none, none)
+        sampler.sample(logits, np.zeros(1, np.int64))  # waits for the device
+    LOGGER.info("warm after %.1f s", time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def run_all_forms(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> torch.Tensor:
+    """The steps of `warm_up` alone, which all ranks of a model run together. Returns what the last one gives."""
+    for num_tokens, context_len in step_forms(config):
+        try:
+            out = _made_up_step(model, caches, config.block_size, [num_tokens], [context_len], 1)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of torch, or of Triton, which has its own classes of errors
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(
+                f"a step of {num_tokens} tokens with a context of {context_len} fails on {model.device} in "
+                f"{model.spec.dtype} with {type(error).__name__}: {reason}; give another dtype, or cpu as the device"
+            ) from error
+    return out
+
+
+def step_forms(config: SchedulerConfig) -> Iterator[tuple[int, int]]:
+    """Numbers of new tokens, from one to a whole step, and contexts: without a history, and with the longest."""
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    yield longest, longest
+    num_tokens = 1
+    while num_tokens <= min(_MOST_TOKENS, longest):
+        yield from ((num_tokens, num_tokens), (num_tokens, config.max_model_len))
+        num_tokens *= 2

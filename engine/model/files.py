@@ -68,7 +68,7 @@ def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bo
     For use before torch is loaded. options: those of the engine.
     """
     path, name = find_model(model, options.get("revision"), with_weights=False), str(model)
-    _check_window(_read_json(path / "config.json", name), options.get("max_model_len"))
+    window_of(_read_json(path / "config.json", name), options.get("max_model_len"))
     if (tokenizer := options.get("tokenizer")) is not None:
         path, name = find_tokenizer(tokenizer), tokenizer
     if not has_tokenizer(path):
@@ -79,17 +79,22 @@ def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bo
         raise ModelError(why_no_chat(name, has_tokenizer=True))
 
 
-def _check_window(config: Mapping[str, Any], asked: int | None) -> None:
-    """As far as the file says it. What stretches a window is only known once transformers has read it."""
+def window_of(config: Mapping[str, Any], asked: int | None) -> int | None:
+    """The longest context, in tokens: as asked, or the model's own; None if neither says it. Raises ConfigError.
+
+    config: as the file has it, or transformers, which knows what the file leaves out.
+    """
     text = config.get("text_config") or config
-    longest = text.get("max_position_embeddings")
-    is_stretched = "factor" in json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
-    if asked is not None and isinstance(longest, int) and asked > longest and not is_stretched:
-        raise window_error(asked, longest)
-
-
-def window_error(asked: int, longest: int) -> ConfigError:
-    return ConfigError("max_model_len", f"{asked}, but the model was made for {longest} tokens", "give at most that")
+    own = text.get("max_position_embeddings")
+    if not isinstance(own, int):
+        return asked
+    ropes = [text.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    kinds = [*ropes, *(kind for rope in ropes for kind in rope.values() if isinstance(kind, dict))]
+    stretched = [kind for kind in kinds if kind.get("rope_type", kind.get("type")) in ("dynamic", "linear")]
+    longest = int(own * max([1.0, *(kind.get("factor") or 1.0 for kind in stretched)]))
+    if asked is not None and asked > longest:
+        raise ConfigError("max_model_len", f"{asked}, but the model was made for {longest} tokens", "give at most that")
+    return asked or own
 
 
 def why_no_chat(name: str, has_tokenizer: bool, fault: str | None = None) -> str:

@@ -20,19 +20,18 @@ from kvstore.engine.model.parallel.plan import part_of
 from kvstore.engine.model.parallel.stages import Pipeline
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.attention import paged_attention
-from kvstore.kernels.cpu.decode import DecodeStep, decode_step
+from kvstore.kernels.cpu.attention import DecodeStep, decode_step
+from kvstore.kernels.kv import rotate_and_write
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from kvstore.kernels.write_kv import rotate_and_write, write_kv
 from kvstore.memory.layout import KVLayout
 from kvstore.rope.rotary import Rotation
 
 ATTENTION = "kvstore_paged"
-ATTENTION_OF_PART = "kvstore_paged_part"
 MIN_PRUNED_TOKENS = 16  # fewer saved tokens do not make up for a second batch of attention
 
 
 class AttentionStep(Protocol):
-    """The attention of one step, layer by layer. Travels through `forward` as the keyword argument `kvstore_step`."""
+    """The attention of one step, layer by layer."""
 
     @property
     def sample_rows(self) -> Tensor | None:
@@ -47,36 +46,27 @@ class AttentionStep(Protocol):
 def _attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, kvstore_step: AttentionStep | None = None, **_: object,
+    s_aux: Tensor | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function that Hugging Face calls, with tensors of [1, heads, num_tokens, head_dim]."""
-    if kvstore_step is None:
-        kvstore_step = module.kvstore_carrier.step  # StableLM and Nemotron do not pass keyword arguments on
+    carrier = module.kvstore_carrier
+    if module.kvstore_gathers:  # only this rank's heads attend, as the next module expects a part
+        rank, size = carrier.group.rank, carrier.group.size
+        query, key, value = (t[:, part_of(t.shape[1], rank, size, "heads")] for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window, softcap, s_aux)
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = kvstore_step.attend(module.layer_idx, query, key, value, scoring)
+    out = carrier.step.attend(module.layer_idx, query, key, value, scoring)
     return out.unsqueeze(0), None
-
-
-def _attention_of_part(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Only this rank's heads attend, even if the plan has gathered all heads; the next module expects a part."""
-    if module.kvstore_gathers:
-        rank, size = module.kvstore_carrier.group.rank, module.kvstore_carrier.group.size
-        query, key, value = (t[:, part_of(t.shape[1], rank, size, "heads")] for t in (query, key, value))
-    return _attention(module, query, key, value, *args, **kwargs)
 
 
 # No function for masks is registered, so no model makes a mask, or searches the positions for the beginnings of
 # sequences, which would wait for the device on CUDA. Block tables say which token sees which.
 AttentionInterface.register(ATTENTION, _attention)
-AttentionInterface.register(ATTENTION_OF_PART, _attention_of_part)
 
 
 class StepCarrier:
-    """Brings the step to the attention modules of one model whose layers drop unknown keyword arguments.
+    """Brings the step to the attention modules of one model.
 
     part: the part of the model that the network is. pipeline: computes it with the other stages, None without any.
     """
@@ -115,7 +105,7 @@ class RotaryTap:
         if self.revealed == "all" or self.revealed == key:
             return cos[position_ids], sin[position_ids]
         shape = (*position_ids.shape, cos.shape[-1])
-        return cos.new_ones(1).expand(shape), cos.new_zeros(1).expand(shape)
+        return cos.new_ones(shape), cos.new_zeros(shape)  # views of one number would make the model's rotation slow
 
     def _table(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, Tensor]:
         """Cos and sin at all positions. So max_model_len fixes the frequencies that depend on the length."""
@@ -155,37 +145,25 @@ class ModelSpec:
 
 
 def run_step(
-    network: Any, token_ids: Tensor, positions: Tensor, step: AttentionStep, sample_tokens: Tensor
+    network: Any, token_ids: Tensor, positions: Tensor, step: AttentionStep, sample_tokens: Tensor, alone: bool = False
 ) -> Tensor:  # [num_samples, vocab_size]
     """The intercepted network's forward over one flat row of tokens, [num_tokens], with `step` as its attention.
 
-    In a pipeline, the forward of this rank's stage, which returns hidden states.
+    In a pipeline, the forward of this rank's stage, which returns hidden states. alone: without the other stages.
     """
     carrier = network.kvstore_carrier
     carrier.step = step
     try:
         if carrier.pipeline is not None:
-            hidden: Tensor = carrier.pipeline.begin(token_ids, positions, sample_tokens, step)
+            run = carrier.pipeline.run_alone if alone else carrier.pipeline.begin
+            hidden: Tensor = run(token_ids, positions, sample_tokens, step.sample_rows is not None)
             return hidden
         if carrier.lean is not None:
             return carrier.lean(token_ids, sample_tokens)
         return network(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
-            logits_to_keep=sample_tokens if step.sample_rows is None else 0, kvstore_step=step,
+            logits_to_keep=sample_tokens if step.sample_rows is None else 0,
         ).logits[0]  # fmt: skip
-    finally:
-        carrier.step = None
-
-
-def run_alone(network: Any, token_ids: Tensor, positions: Tensor, step: AttentionStep, sample_tokens: Tensor) -> Tensor:
-    """Like `run_step`, but in a pipeline only this rank's stage runs."""
-    carrier = network.kvstore_carrier
-    if carrier.pipeline is None:
-        return run_step(network, token_ids, positions, step, sample_tokens)
-    carrier.step = step
-    try:
-        hidden: Tensor = carrier.pipeline.alone(token_ids, positions, step)
-        return hidden
     finally:
         carrier.step = None
 
@@ -215,28 +193,23 @@ class PagedStep:
     first_layer: int = 0  # caches, rotations and connector count layers from this one
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        is_pruned = self.sample_rows is not None and layer == self.pruned_layer
+        rows = self.sample_rows if layer == self.pruned_layer else None
         layer -= self.first_layer
         self.connector.save_kv_layer(layer, key, value)
         key_cache, value_cache = self.caches[layer]
-        slots, rotation = self.batch.slots, self.rotations[layer]
-        if is_pruned and (rows := self.sample_rows) is not None:
-            query = query[rows]
-            if rotation is not None:
-                query, key = rotation.at(rows).apply(query), rotation.apply(key)
-            write_kv(key, value, key_cache, value_cache, slots)
-            self.connector.wait_for_layer_load(layer)
-            if not len(rows):  # a part of a prefill that samples nothing
-                return query
-            return paged_attention(query, key, value, key_cache, value_cache, self.batch.at(rows), scoring)
-        if self.decode is not None:
+        if self.decode is not None and rows is None:
             self.connector.wait_for_layer_load(layer)
             attended = self.decode.attend(layer, query, key, value, key_cache, value_cache, scoring)
             if attended is not None:
                 return attended
-        query, key = rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
+        batch, rotation = self.batch, self.rotations[layer]
+        query, key = rotate_and_write(query, key, value, key_cache, value_cache, batch.slots, rotation)
         self.connector.wait_for_layer_load(layer)
-        return paged_attention(query, key, value, key_cache, value_cache, self.batch, scoring)
+        if rows is not None:
+            query, batch = query[rows], batch.at(rows)
+        if not len(query):  # a part of a prefill that samples nothing
+            return query
+        return paged_attention(query, key, value, key_cache, value_cache, batch, scoring)
 
 
 class PositionFreeModel:
@@ -296,12 +269,8 @@ class PositionFreeModel:
         step = PagedStep(batch, caches, rotations, connector, *pruned, decode, layers.start)
         with torch.cuda.device_of(token_ids):  # Triton launches on the current device; without effect on a CPU
             out = run_step(self.network, token_ids, positions, step, sample_tokens)
-        return None if self._samples_elsewhere else out
-
-    @property
-    def _samples_elsewhere(self) -> bool:
         pipeline: Pipeline | None = self.network.kvstore_carrier.pipeline
-        return pipeline is not None and pipeline.is_first
+        return None if pipeline is not None and pipeline.is_first else out
 
     def end(self, num_samples: int) -> Tensor:  # [num_samples, vocab_size]
         """Wait for the logits of the oldest forward that has not ended."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvstore.engine.model.packing import FusedRMSNorm, PackedLinear, ProjectionSlice, are_close
+from kvstore.kernels.cpu.attention import knows
 from kvstore.kernels.cpu.layer import NativeLayer, max_rows, native_layer
-from kvstore.kernels.cpu.prefill import knows
 from kvstore.kernels.paged_batch import Scoring
 
 _ULPS = 24  # a layer may differ by so many roundings of a row's largest value: sums and gates round less often here
@@ -161,7 +161,7 @@ class _Witness:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         own = _Trial()
         self.carrier.step = own
-        expected = self.forward(hidden_states, *args, **{**kwargs, "kvstore_step": own})
+        expected = self.forward(hidden_states, *args, **kwargs)
         if isinstance(expected, Tensor) and len(own.seen) == 1:
             self.lean = self._tried(hidden_states, expected, own)
         return expected
@@ -195,7 +195,7 @@ class _Witness:
 
 
 def lean_layers(network: Any, run: Callable[[], Tensor]) -> None:
-    """Take over the plain layers. Call it after `kvstore.engine.model.packing.pack_for_cpu`.
+    """Take over the plain layers. Call it after `kvstore.engine.model.packing.pack`.
 
     run: runs the intercepted network over a few tokens and returns logits. Its attention is replaced while the layers
     are tried.

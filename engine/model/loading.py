@@ -16,7 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text, window_error
+from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text, window_of
 from kvstore.engine.model.parallel.cutting import check_divides, load_part
 from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.sampling_params import SamplingParams
@@ -61,7 +61,9 @@ def load(
     config = _config(source)
     if part is not None:
         check_divides(config, part)
-    window = _window(config, max_model_len)
+    window = window_of(config.get_text_config().to_dict(), max_model_len)
+    if window is None:
+        raise ConfigError("max_model_len", "not set", "give it, as the model does not say how long its window is")
     target = _device(device)
     tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)
     if check is not None:
@@ -159,22 +161,6 @@ def _check_weights(source: str) -> None:
                 pass
         except SafetensorError as error:
             raise ModelError(f"{file} is incomplete or damaged; fetch it again ({_first_line(error)})") from error
-
-
-def _window(config: Any, asked: int | None) -> int:
-    text = config.get_text_config()
-    own = getattr(text, "max_position_embeddings", None)
-    if own is None:
-        if asked is None:
-            raise ConfigError("max_model_len", "not set", "give it, as the model does not say how long its window is")
-        return asked
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
-    stretch = max((r.get("factor") or 1.0 for r in kinds if r.get("rope_type") in ("dynamic", "linear")), default=1.0)
-    longest = int(own * max(stretch, 1.0))
-    if asked is not None and asked > longest:
-        raise window_error(asked, longest)
-    return asked or own
 
 
 def _device(name: str) -> torch.device:

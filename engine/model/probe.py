@@ -14,16 +14,15 @@ from torch import Tensor
 from kvstore.connector import NullConnector
 from kvstore.engine.model.interception import (
     ATTENTION,
-    ATTENTION_OF_PART,
     ModelSpec,
     PositionFreeModel,
     RotaryTap,
     StepCarrier,
-    run_alone,
+    run_step,
 )
 from kvstore.engine.model.lean import lean_layers
-from kvstore.engine.model.packing import pack_for_cpu, pack_for_cuda, skip_rotation
-from kvstore.engine.model.parallel.group import Part, Pipe
+from kvstore.engine.model.packing import pack as pack_modules
+from kvstore.engine.model.parallel.group import Group, Part
 from kvstore.engine.model.parallel.stages import Pipeline, own_layers
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
@@ -94,7 +93,7 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
     else:
         expected = network(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
-    network.set_attn_implementation(ATTENTION if part.group is None else ATTENTION_OF_PART)
+    network.set_attn_implementation(ATTENTION)
     StepCarrier(network, part, pipeline)
     for tap in taps:
         tap.revealed = None
@@ -109,14 +108,11 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
     _check_logits(model, token_ids, expected)
     if pack:
         is_cpu = _is_on_cpu(network)
-        pack_for_cpu(network) if is_cpu else pack_for_cuda(network)
-        for module in network.modules():
-            if hasattr(module, "layer_idx"):
-                skip_rotation(module)
+        pack_modules(network, is_cpu)
         if pipeline is not None:
             pipeline.assemble()
         if is_cpu and part.group is None:  # a lean layer adds its input to a product that ranks would have to sum first
-            lean_layers(network, lambda: run_alone(network, token_ids, positions, Recorder(), positions))
+            lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), positions, alone=True))
         _check_logits(model, token_ids, expected)
         _check_pruning(model, token_ids, expected)
     return model
@@ -128,7 +124,7 @@ def _is_on_cpu(network: Any) -> bool:
 
 def _record(network: Any, token_ids: Tensor, positions: Tensor) -> Recorder:
     recorder = Recorder()
-    run_alone(network, token_ids, positions, recorder, torch.zeros_like(positions[:1]))
+    run_step(network, token_ids, positions, recorder, torch.zeros_like(positions[:1]), alone=True)
     return recorder
 
 
@@ -161,7 +157,7 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
     return ModelSpec(num_layers, num_kv_heads, head_dim, dtype, vocab_size, max_model_len, num_parts, own)
 
 
-def _check_same(pipe: Pipe, shape: tuple[int, ...]) -> None:
+def _check_same(pipe: Group, shape: tuple[int, ...]) -> None:
     """Check that all stages have keys and values of one shape."""
     shapes = pipe.gather(torch.tensor([shape]).T)
     if not torch.equal(shapes, shapes[:, :1].expand_as(shapes)):

@@ -24,7 +24,7 @@ class Start(msgspec.Struct):
     rank: int = 0  # of a model in several processes; 0: it is the engine's process
     size: int = 1  # number of ranks
     arena: int | None = None  # descriptor of the first rank's; None: the rank is elsewhere, and KV comes with steps
-    rendezvous: str = ""  # where the ranks find each other: see `kvstore.engine.model.parallel.stores`
+    rendezvous: str = ""  # where the ranks find each other: see `kvstore.engine.model.parallel.group`
     parent: int | None = None  # id of the process that has started it; None: another machine has
 
     @property

@@ -14,15 +14,13 @@ import torch
 
 from kvstore.connector import NullConnector
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.model.devices import own_device
+from kvstore.engine.model.devices import num_hbm_blocks, own_device, run_all_forms
 from kvstore.engine.model.interception import LayerConnector
 from kvstore.engine.model.loading import load
-from kvstore.engine.model.memory import num_hbm_blocks
-from kvstore.engine.model.parallel.nccl import part_of_process
+from kvstore.engine.model.parallel.group import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.runner import copy_blocks, overwrite_blocks
 from kvstore.engine.model.step.tensors import step_tensors
-from kvstore.engine.model.step.warm_up import run_all_forms
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.child import Heart
 from kvstore.engine.process.wire import Failed, Start, encode

@@ -46,7 +46,7 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
     num_threads: with how many each rank computes. Raises ConfigError without a cluster, or if it has too little room,
     and EngineDiedError if a rank does not come.
     """
-    from kvstore.engine.model.parallel.stores import tcp_store  # loads torch
+    from kvstore.engine.model.parallel.group import tcp_store  # loads torch
 
     size, key = len(arguments) + 1, secrets.token_bytes(KEY_BYTES)
     with ExitStack() as opened:

@@ -108,7 +108,6 @@ class Ranks:
         self.rendezvous, self.host, self.arena_descriptor = launch.rendezvous, launch.host, launch.arena
         self._block_size, self._num_partners = block_size, num_partners
         self._plan: tuple[TransferPlan, Moves] | None = None  # loads and saves of the step that is being prepared
-        self._num_in_flight = 0  # steps that have not ended
         self._blocks: Blocks | None = None
 
     # -- start and end -----------------------------------------------------------------------------------------------
@@ -164,7 +163,6 @@ class Ranks:
     def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
         self.check()
         plan, self._plan = self._plan, None
-        self._num_in_flight += 1
         step = step_of(inputs, block_table, self._block_size, copies, None if plan is None else plan[1])
         if plan is None or self.arena_descriptor is not None:
             self._tell(encode(step))
@@ -179,18 +177,12 @@ class Ranks:
         for other in self.others[: self._num_partners]:
             other.child.send(message, waits=True)
 
-    def end_step(self) -> None:
-        self._num_in_flight -= 1
-
     def overwrite(self, blocks: Sequence[int]) -> None:
         self._tell(encode(Overwrite(list(blocks))))
 
-    def reset(self) -> None:
-        """Kill the others if a step was cut off here, as they may wait for this rank for ever."""
-        if self._num_in_flight:
-            self._num_in_flight = 0
-            for other in self.others:
-                other.child.kill()
+    def kill(self) -> None:
+        for other in self.others:
+            other.child.kill()
 
     def _tell(self, message: bytes) -> None:
         for other in self.others:

@@ -1,7 +1,7 @@
 """Copies blocks between arena and paged cache by the compiled code of copy.c, whose structs are declared here.
 
 Each function returns False if it cannot do it: without a compiler, or for a dtype or strides that the code does not
-know. Then `block_copy` does the same with torch operations, bit for bit.
+know. Then `kvstore.kernels.kv` does the same with torch operations, bit for bit.
 """
 
 import ctypes
@@ -118,7 +118,7 @@ def _turn_of(rotation: Rotation, arena: Tensor) -> _Rotate | None:
 def save_layers(
     arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None, places: Tensor
 ) -> bool:
-    """As `block_copy.save_layers`. Raises IndexError as `load_layer` does."""
+    """As `kv.save_layers`. Raises IndexError as `load_layer` does."""
     library = native.library()
     if library is None or not (arena.is_cpu and layers[0][1].is_cpu and _is_solid(arena)):
         return False
@@ -138,17 +138,16 @@ def save_layers(
 def _layer_table(arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]]) -> "ctypes.Array[ctypes.c_int64] | None":
     """For each layer: its number, the addresses of its keys and values, and the bytes from one token to the next."""
     dtype, item_bytes, shape = arena.dtype, arena.element_size(), layers[0][1].shape
-    inner, num_layers = arena.stride()[4:], arena.shape[1]
+    num_layers = arena.shape[1]
     if shape[1:] != arena.shape[4:]:
         return None
     found: list[int] = []
     for layer, *pair in layers:
         strides = []
         for part in pair:
-            stride = part.stride()
-            if stride[1:] != inner or part.dtype != dtype or part.shape != shape:
+            if not native.is_in_rows(part) or part.dtype != dtype or part.shape != shape:
                 return None
-            strides.append(stride[0] * item_bytes)
+            strides.append(part.stride(0) * item_bytes)
         if not 0 <= layer < num_layers:
             return None
         found += (layer, pair[0].data_ptr(), pair[1].data_ptr(), *strides)

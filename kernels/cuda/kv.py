@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvstore.kernels.device import to_device
+from kvstore.kernels.paged_batch import to_device
 from kvstore.rope.rotary import Rotation, Style
 
 # The bus, not the device, limits loads and saves. A read over PCIe takes 1 to 2 us, so 55 GB/s need about 100 KB in
@@ -132,7 +132,7 @@ def rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
     rotation: Rotation | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `kvstore.kernels.write_kv.rotate_and_write`: rotated query and key, new and contiguous. Without a
+    """As `kvstore.kernels.kv.rotate_and_write`: rotated query and key, new and contiguous. Without a
     rotation they are returned as they are."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, half = key.shape[1], 0 if rotation is None else rotation.cos.shape[-1]
@@ -288,7 +288,7 @@ def _save_kernel(
 
 
 def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
-    """As `kvstore.kernels.block_copy.save_to_arena`, with one launch for all layers whose keys and values have the same
+    """As `kvstore.kernels.kv.save_to_arena`, with one launch for all layers whose keys and values have the same
     strides."""
     if not layers or not len(places):
         return

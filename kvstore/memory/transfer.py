@@ -22,8 +22,8 @@ import torch
 from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
 from kvstore.config import format_size
 from kvstore.errors import ConfigError
-from kvstore.kernels.block_copy import BlockLoad, save_layers
 from kvstore.kernels.cpu.first_touch import FirstTouch
+from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.memory.layout import KVLayout
 from kvstore.stats import Histogram
 

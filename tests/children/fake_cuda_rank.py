@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from kvstore.engine.model.step import warm_up
+from kvstore.engine.model import devices
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.program import main
 from kvstore.engine.ranks.wire import Moved, decode_from_rank
@@ -19,7 +19,7 @@ from tests.support import fake_cuda, fake_nccl
 
 REPLACED = [
     (torch.distributed, "ProcessGroupNCCL", fake_nccl.FakeNccl),
-    (warm_up, "_MOST_TOKENS", 1),  # as in the first rank
+    (devices, "_MOST_TOKENS", 1),  # as in the first rank
     (fake_cuda.Event, "late_s", 0.01),  # what it moves has not ended when the step has been launched
 ]
 SEND_ALL = Channel.send_all

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from kvstore.engine.model.parallel.group import ProcessGroup
+from kvstore.engine.model.parallel.group import Group
 from kvstore.engine.program import main
 
 
@@ -13,5 +13,5 @@ def lose(*_: object) -> None:
     raise OSError("no way to the others")
 
 
-ProcessGroup.join = lose
+Group.join = lose
 main()

@@ -8,8 +8,7 @@ import torch
 from kvstore.engine.model.interception import run_step
 from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.kernels import reference
-from kvstore.kernels.block_copy import BlockLoad, save_layers
-from kvstore.kernels.write_kv import write_kv
+from kvstore.kernels.kv import BlockLoad, save_layers, write_kv
 from tests.support.models import make_model
 from tests.support.native import no_compiler
 from tests.support.rotations import KINDS, kinds

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kernels import reference
-from kvstore.kernels.write_kv import rotate_and_write, write_kv
+from kvstore.kernels.kv import rotate_and_write, write_kv
 from kvstore.rope.rotary import Style
 from tests.support.rotations import KINDS, MAX_LEN, kinds, rotation
 

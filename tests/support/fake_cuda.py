@@ -102,15 +102,11 @@ class Factories(TorchDispatchMode):
 
 
 class Driver:
-    """What happens on the device. waits: operations for which the host waited; refuses_to_wait: they raise.
-
-    memory: bytes that are free, and all.
-    """
+    """What happens on the device. waits: operations for which the host waited. memory: bytes that are free, and all."""
 
     def __init__(self) -> None:
         self.memory = (FREE_BYTES, TOTAL_BYTES)
         self.waits: list[str] = []
-        self.refuses_to_wait = False
         self.recording: list[Callable[[], object]] | None = None  # of the capture that is going on
         self.is_invalid = False  # that capture did what it must not: its end will fail
         self.pool: object = None  # that the allocator takes all memory from, in a capture
@@ -131,7 +127,7 @@ class Driver:
     def wait(self, what: str) -> None:
         self.waits.append(what)
         self.is_invalid = self.recording is not None
-        if self.recording is not None or self.refuses_to_wait:
+        if self.recording is not None:
             raise FakeCudaError(f"{what} waits for the device")
 
     def end_pool(self, index: int, pool: object) -> None:
@@ -375,7 +371,7 @@ def install(
     driver = DRIVER = Driver()
     there = torch.device("cuda", index)
     monkeypatch.setitem(globals(), "DEVICE", there)
-    current, mode = Current(), ["default"]
+    current = Current()
     properties = types.SimpleNamespace(multi_processor_count=NUM_SMS, total_memory=TOTAL_BYTES, name="none")
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
@@ -399,20 +395,14 @@ def install(
         "memory_reserved": lambda device=None: 4 << 20,
         "mem_get_info": lambda device=None: driver.memory,
         "graph_pool_handle": lambda: (0, 1),
-        "get_sync_debug_mode": lambda: mode[-1],
         "cudart": Runtime,
     }
-
-    def set_mode(name: str) -> None:
-        assert name in ("default", "warn", "error")
-        mode.append(name)
-        driver.refuses_to_wait = name == "error"
 
     torch.utils._device._device_constructors()  # which it keeps: to be taken before two of them are replaced
     replaced: list[Replaced] = [
         *beside,
         (OnDevice, "device", there),
-        *((torch.cuda, name, stand_in) for name, stand_in in {**stand_ins, "set_sync_debug_mode": set_mode}.items()),
+        *((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items()),
         *((torch.cuda, cls.__name__, cls) for cls in (Stream, Event, CUDAGraph)),
         *((torch, name, partial(made_on_host, getattr(torch, name))) for name in ("tensor", "as_tensor")),  # they copy
         (torch.__future__, "_overwrite_module_params_on_conversion", True),

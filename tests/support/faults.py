@@ -11,7 +11,7 @@ from unittest import mock
 
 from kvstore.disk import format as disk_format
 from kvstore.disk import live, tier
-from kvstore.kernels.block_copy import BlockLoad, save_layers
+from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.store import parts
 from tests.support.waiting import TIMEOUT_S
 

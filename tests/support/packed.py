@@ -15,9 +15,9 @@ import torch
 from kvstore import Engine
 from kvstore.engine.model import lean, packing
 from kvstore.engine.model.packing import PackedLinear
+from kvstore.kernels.cpu import attention as attention_native
 from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import native
-from kvstore.kernels.cpu import prefill as prefill_native
 from tests.support.by_hand import by_hand
 from tests.support.engines import greedy, open_engine, tokens
 from tests.support.models import make_model
@@ -228,7 +228,7 @@ def without_tiles() -> pytest.MonkeyPatch:
     """From now until it is undone, oneDNN computes every product."""
     patch = pytest.MonkeyPatch()
     patch.setattr(layer_native, "num_columns", lambda: 0)
-    patch.setattr(prefill_native, "_library", lambda: None)
+    patch.setattr(attention_native, "_library", lambda: None)
     return patch
 
 

@@ -3,12 +3,10 @@
 Knows no process and no step; a rank is given its `Part`.
 
 - `cutting`: a network of which this rank reads and holds only its part
-- `group`: what ranks do together: sum, gather, agree, send and receive
+- `group`: what ranks do together (sum, gather, agree, send and receive) with gloo or NCCL, and where they meet
 - `linears`: products with a part of a weight, made whole
-- `nccl`: what `group` says, for ranks that have a CUDA device each; and which groups a rank has
 - `plan`: how a model is divided: transformers' plan of it, read as data
 - `stages`: a network with some of the layers, and its forward together with the other stages
-- `stores`: where ranks find each other: a file, or a port
 
 Decisions:
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvstore.engine.model.parallel.group import Pipe
+from kvstore.engine.model.parallel.group import Group
 from kvstore.errors import ConfigError, UnsupportedModelError
 
 ONE_STAGE = {"pipeline_parallel_size": 1}  # with which any model works
@@ -40,7 +40,7 @@ class NoEmbedding(nn.Module):
         return torch.zeros(1, dtype=self._dtype, device=token_ids.device).expand(*token_ids.shape, self._width)
 
 
-def own_layers(num_layers: int, pipe: Pipe) -> range:
+def own_layers(num_layers: int, pipe: Group) -> range:
     """The layers of a rank. Where shares differ, the first is the smallest, as its rank has embedding and head, too.
 
     Raises ConfigError.
@@ -59,7 +59,7 @@ def _names(network: Any) -> tuple[str, str]:
     return plan[-2], plan[-1]
 
 
-def keep_stage(network: Any, pipe: Pipe) -> None:
+def keep_stage(network: Any, pipe: Group) -> None:
     """Remove from a network without weights what other stages have. Raises UnsupportedModelError."""
     (list_name, norm_name), base = _names(network), network.base_model
     layers: nn.ModuleList = getattr(base, list_name)
@@ -82,7 +82,7 @@ def keep_stage(network: Any, pipe: Pipe) -> None:
 class Pipeline:
     """The forward of this rank's stage, together with the other stages."""
 
-    def __init__(self, network: Any, pipe: Pipe) -> None:
+    def __init__(self, network: Any, pipe: Group) -> None:
         self._network, self._pipe = network, pipe
         config = network.config.get_text_config()
         self.layers = own_layers(config.num_hidden_layers, pipe)
@@ -115,17 +115,17 @@ class Pipeline:
     def _is_last(self) -> bool:
         return self._pipe.rank == self._pipe.size - 1
 
-    def begin(self, token_ids: Tensor, positions: Tensor, samples: Tensor, step: Any = None) -> Tensor:
+    def begin(self, token_ids: Tensor, positions: Tensor, samples: Tensor, is_pruned: bool = False) -> Tensor:
         """Compute this stage of a forward. Returns its hidden states of `samples`, [num_samples, hidden_size].
 
-        step: None for the network's own attention.
+        is_pruned: the last layer computes only these.
         """
         if not self.is_first:
             self._entry.hidden = self._receive(self._pipe.rank - 1, len(token_ids))()
-        hidden = self._computed(token_ids, positions, step)
+        hidden = self._computed(token_ids, positions)
         if not self._is_last:
             self._pipe.send(self._pipe.rank + 1, hidden)
-        if step is None or step.sample_rows is None:
+        if not is_pruned:
             hidden = hidden[:, samples]
         if self._is_last and len(samples):
             self._pipe.send(0, hidden)
@@ -153,20 +153,19 @@ class Pipeline:
         self._trial = self._entry.hidden
         return hidden
 
-    def alone(self, token_ids: Tensor, positions: Tensor, step: Any = None) -> Tensor:
-        """Compute this stage without the others, on the hidden states that came in `first`."""
+    def run_alone(self, token_ids: Tensor, positions: Tensor, samples: Tensor, is_pruned: bool = False) -> Tensor:
+        """Like `begin`, without the other stages: on the hidden states that came in `first`, and for all tokens."""
         if self._trial is not None:
             self._entry.hidden = self._trial
-        return self._computed(token_ids, positions, step)
+        return self._computed(token_ids, positions)
 
     def _receive(self, rank: int, count: int) -> Callable[[], Tensor]:
         empty = torch.empty(1, count, self._width, dtype=self._dtype, device=self._network.device)
         return self._pipe.receive(rank, empty)
 
-    def _computed(self, token_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
-        given = {} if step is None else {"kvstore_step": step}
+    def _computed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         ids, places = token_ids.unsqueeze(0), positions.unsqueeze(0)
-        hidden: Tensor = self._body(input_ids=ids, position_ids=places, use_cache=False, **given).last_hidden_state
+        hidden: Tensor = self._body(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state
         return hidden
 
     def _check_layers(self, token_ids: Tensor, positions: Tensor) -> None:
@@ -190,7 +189,7 @@ class Pipeline:
         layers = getattr(self._body, _names(self._network)[0])
         hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
         try:
-            self.alone(token_ids, positions)
+            self.run_alone(token_ids, positions, positions)
         finally:
             for hook in hooks:
                 hook.remove()

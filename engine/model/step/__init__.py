@@ -2,17 +2,12 @@
 
 Decides nothing about requests.
 
-- `draw`: the draw itself: argmax, and inverse CDF with top-k and top-p
-- `drawing`: one step's tokens, drawn from its logits by the parameters of their rows
-- `forms`: what each graph computes, and the tensors that all of them read and write
+- `draw`: draws one token from each row of logits: argmax, and inverse CDF with top-k and top-p
 - `graphs`: decode steps and short prompts as CUDA graphs: captured at start, replayed with padding
-- `launched`: a step between its launch and its end, and how long it took
-- `others`: what the ranks with the other parts of a model are told of a step
+- `flight`: a step between its launch and its end, here and on the ranks with the other parts of a model
 - `runner`: runs one step of the scheduler on the model
 - `sampler`: how each row of the batch is sampled
-- `tensors`: a step's arrays on the device, in one copy
-- `waiting`: when the host may wait for a CUDA device, for all engines of a process
-- `warm_up`: does at the start what a first request on CUDA would wait for
+- `tensors`: a step's arrays on the device, in one copy; those of graphs, where they stay
 
 Decisions:
 
@@ -27,12 +22,10 @@ their step, are graphs, too: after a hit in HBM, launching their kernels takes l
 cannot be captured, decoding keeps its graphs.
 
 A model that waits for the device, for example because its routing counts tokens, is found before its capture: a trial
-step refuses every wait. Torch refuses waits for the whole process, so steps and starts of other engines wait until the
-trial has ended. Such a model runs eagerly, with a line in the log. So does a model whose replay gives other logits than
-the same work done eagerly over the same tensors. A capture that fails takes torch's allocator out of its pool again.
+step refuses operations that wait, in its own thread alone (torch's refusal is the whole process's). Such a model runs
+eagerly, with a line in the log. So does a model whose replay gives other logits than the same work done eagerly over
+the same tensors. A capture that fails, also at a wait that the trial did not see, takes torch's allocator out of its
+pool again.
 
 A decode step waits for the device once, for its tokens. Special token ids mark the rows to look at again.
-
-The engine warms up before it serves: it runs steps of every form that attention distinguishes, which write nothing. So
-no request waits for a compiler. A thread that steps does it again, because cuBLAS keeps a workspace for each thread.
 """

@@ -11,26 +11,35 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
-from kvstore.engine.model.step.forms import Form, FormTensors
-from kvstore.engine.model.step.tensors import StepTensors
-from kvstore.engine.model.step.waiting import WAITING
+from kvstore.engine.model.step.tensors import Form, FormTensors, StepTensors
 from kvstore.errors import KVStoreError
 
 LOGGER = logging.getLogger("kvstore.engine")
 PREFILL_SIZES = (16, 32, 64, 128)  # tokens of a turn after a hit: launching its kernels takes longer than running them
 MAX_SIZE = 512  # larger decode batches compute so long that launching their kernels one by one costs little
 GRAPH_BYTES = 16 << 20  # memory of the driver for one graph of a thousand kernels: a guess on the safe side
+_WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "bincount",
+    "is_nonzero",
+    "equal",
+}
 _TOLERANCE = {torch.float32: 1e-3}  # relative error of the logits; 16-bit models get the coarser one below
 _TOLERANCE_16_BIT = 0.01  # the same kernels over the same tensors round the same way
 
@@ -54,6 +63,21 @@ class Capturer(Protocol):
         ...
 
 
+class NoWaits(TorchDispatchMode):
+    """In this context, operations raise RuntimeError for whose results this thread would wait, as routing that counts
+    tokens does. Other threads may wait: torch's own refusal would be the whole process's.
+    """
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in _WAITS or (by_mask and (name == "index" or args[2].numel() > 1)):
+            raise RuntimeError(f"{name} waits for the device")
+        return operation(*args, **(kwargs or {}))
+
+
 class CudaCapturer:
     """CUDA graphs of one device, in one memory pool: a replay may overwrite the outputs of every other graph."""
 
@@ -69,7 +93,7 @@ class CudaCapturer:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 work(tensors)  # compiles and loads kernels and makes workspaces, which a capture must not do
-                with WAITING.refused():
+                with NoWaits():
                     work(tensors)
             graph = torch.cuda.CUDAGraph()
             with ExitStack() as failed:
@@ -283,7 +307,7 @@ def capture_graphs(
 ) -> StepGraphs | None:
     """Capture the graphs of a model, over caches that are not in use yet. None, with a line in the log, if that fails.
 
-    Models that route tokens by counting them cannot be captured. `kvstore.engine.model.memory` reserves the memory; if
+    Models that route tokens by counting them cannot be captured. `kvstore.engine.model.devices` reserves the memory; if
     it is missing, steps run without graphs, too.
     """
     graphs = StepGraphs(model, caches, config)

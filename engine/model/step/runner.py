@@ -7,9 +7,8 @@ the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -22,18 +21,16 @@ from kvstore.engine.core.input_batch import InputBatch, StepInputs
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import NewRow, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
+from kvstore.engine.model.devices import warm_up
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
-from kvstore.engine.model.step.drawing import SampledTokens
+from kvstore.engine.model.step.draw import SampledTokens
+from kvstore.engine.model.step.flight import Flight, Launched, NoOthers, Others, StepClock
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
-from kvstore.engine.model.step.launched import Launched, StepClock
-from kvstore.engine.model.step.others import Flight, NoOthers, Others
 from kvstore.engine.model.step.sampler import Sampler
 from kvstore.engine.model.step.tensors import fill_in, step_tensors
-from kvstore.engine.model.step.waiting import WAITING
-from kvstore.engine.model.step.warm_up import warm_up
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.kernels.cpu.threads import Team
-from kvstore.kernels.device import start_to_host, to_device
+from kvstore.kernels.paged_batch import start_to_host, to_device
 
 
 class ModelRunner:
@@ -56,22 +53,23 @@ class ModelRunner:
         self._unread: Launched | None = None  # the last step, until its tokens are read or the next step has taken them
         self._team = Team(model.is_native) if model.device.type == "cpu" else None
         connector.register_kv_caches(self.caches)
-        self._prepared = partial(_prepared, model, self.caches, config, capturer)
+        self._config, self._capturer = config, capturer
         self._flight = Flight(lambda num_samples: self.model.end(num_samples), others or NoOthers())
         self.graphs: StepGraphs | None = None
 
     def prepare(self) -> None:
         """Called once, in the thread that is going to step: CUDA keeps a device and handles for each thread."""
-        with WAITING.allowed():
-            self.graphs = self._prepared()
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+            warm_up(self.model, self.caches, self._config)
+        if self._capturer is not None:
+            self.graphs = capture_graphs(self.model, self.caches, self._config, self._capturer)
         self._flight.others.check()
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """A step may run in this context. Trials that refuse to wait for the device run alone."""
-        with WAITING.allowed(), self._flight.others.blamed():
-            yield
+    def working(self) -> AbstractContextManager[None]:
+        """A step may run in this context. An error that another rank has caused is raised as that rank's."""
+        return self._flight.others.blamed()
 
     def rest(self) -> None:
         """No step is expected for a while."""
@@ -255,15 +253,6 @@ def _by_request(
         if sampled.logprobs is not None:
             logprobs[i] = sampled.logprobs[start : start + count]
     return token_ids, logprobs
-
-
-def _prepared(
-    model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig, capturer: Capturer | None
-) -> StepGraphs | None:
-    if model.device.type == "cuda":
-        torch.cuda.set_device(model.device)
-        warm_up(model, caches, config)
-    return None if capturer is None else capture_graphs(model, caches, config, capturer)
 
 
 def overwrite_blocks(caches: KVCaches, blocks: Sequence[int], device: torch.device) -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvstore.engine.model.step.drawing import Drawing, Drawn, SampledTokens
+from kvstore.engine.model.step.draw import Drawing, Drawn, SampledTokens
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.kernels.device import to_device
+from kvstore.kernels.paged_batch import to_device
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UINT64_MASK = 2**64 - 1

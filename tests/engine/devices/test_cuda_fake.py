@@ -12,7 +12,7 @@ from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.sampler import Sampler
 from kvstore.errors import KVStoreError
 from kvstore.kernels import reference
-from kvstore.kernels.write_kv import write_kv
+from kvstore.kernels.kv import write_kv
 from kvstore.memory.device_transfer import Pace
 from tests.support import fake_cuda
 from tests.support.engines import (
@@ -42,7 +42,7 @@ OPTIONS = {"block_size": 4, "max_model_len": 32, "max_num_seqs": 2, "max_num_bat
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch) -> None:
     """A millisecond on a device is a second in the interpreter."""
-    monkeypatch.setattr("kvstore.engine.model.step.warm_up._MOST_TOKENS", 1)
+    monkeypatch.setattr("kvstore.engine.model.devices._MOST_TOKENS", 1)
 
 
 def engine_on_cuda(model: str, path=None, hbm="2MiB", cpu="2MiB", disk="32MiB", **options) -> Engine:
@@ -138,7 +138,7 @@ def test_a_conversation_that_outgrows_its_window_and_is_deleted(tmp_path, monkey
 @pytest.mark.parametrize("has_triton", WAYS)
 def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
     model = save_model(tmp_path / "model", **TINY)
-    monkeypatch.setattr("kvstore.engine.model.memory.CUDA_WINDOWS", 1 << 40)
+    monkeypatch.setattr("kvstore.engine.model.devices.CUDA_WINDOWS", 1 << 40)
     with device(monkeypatch, has_triton), engine_on_cuda(model, hbm="auto", **ONE) as engine:
         num_bytes = engine.loop.pool.num_blocks * engine.facts.block_bytes
         assert 0.25 * fake_cuda.FREE_BYTES < num_bytes < fake_cuda.FREE_BYTES

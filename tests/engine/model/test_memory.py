@@ -10,11 +10,17 @@ import torch
 
 from kvstore.config import MAX_SAVE_BYTES
 from kvstore.engine.config import EngineConfig, SchedulerConfig
-from kvstore.engine.model.devices import own_device
-from kvstore.engine.model.memory import CPU_FRACTION, CPU_WINDOWS, CUDA_WINDOWS, _maximal_step, num_hbm_blocks
+from kvstore.engine.model.devices import (
+    CPU_FRACTION,
+    CPU_WINDOWS,
+    CUDA_WINDOWS,
+    _maximal_step,
+    num_hbm_blocks,
+    own_device,
+)
 from kvstore.engine.model.probe import intercept
-from kvstore.engine.model.step.forms import Form
 from kvstore.engine.model.step.graphs import GRAPH_BYTES, PREFILL_SIZES, StepGraphs, bytes_for_graphs, graph_sizes
+from kvstore.engine.model.step.tensors import Form
 from kvstore.errors import ConfigError
 from tests.support import fake_cuda
 from tests.support.models import make_model

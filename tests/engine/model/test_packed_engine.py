@@ -15,9 +15,9 @@ import torch
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.model import lean, packing
-from kvstore.kernels import attention_torch
+from kvstore.kernels import attention
 from kvstore.kernels.cpu import native
-from kvstore.kernels.cpu.decode import DecodeStep
+from kvstore.kernels.cpu.attention import DecodeStep
 from kvstore.kernels.cpu.layer import NativeLayer, has_tiles, max_rows
 from tests.support.engines import cached, counters, evict_cpu, evict_hbm, settle, tokens
 from tests.support.packed import (
@@ -117,7 +117,7 @@ def test_chunks_of_a_prefill_that_sample_nothing(engine: Watched, reference: Ref
 
 def test_whole_prompts_in_one_step(case: Case, reference: Reference) -> None:
     prompts = [tokens(4 + i, length) for i, length in enumerate((230, 64, 129, 31))]
-    with watched(case.folder, max_num_batched_tokens=512) as engine, counted(attention_torch, "prefill") as attended:
+    with watched(case.folder, max_num_batched_tokens=512) as engine, counted(attention, "prefill") as attended:
         outputs = engine.answer(prompts, asking(3))
         assert engine.steps[0] == (454, 4, 0, 4)
     is_known = engine.model.spec.head_dim % 32 == 0 and case.name != "gemma2" and has_tiles()

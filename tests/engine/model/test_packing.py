@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import product
 
@@ -17,11 +17,8 @@ from kvstore.engine.model.packing import (
     FusedRMSNorm,
     PackedLinear,
     ProjectionSlice,
-    TorchRMSNorm,
-    pack_for_cpu,
-    pack_for_cuda,
+    pack,
     packs_weights,
-    skip_rotation,
 )
 from tests.support.models import ARCHITECTURES, make_model
 from tests.support.packed import small_weights_packed
@@ -84,18 +81,17 @@ def small_packed() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("pack", [pack_for_cpu, pack_for_cuda], ids=lambda pack: pack.__name__)
+@pytest.mark.parametrize("for_cpu", [True, False])
 @pytest.mark.parametrize(
     ("architecture", "dtype"), [*product(NAMES, [torch.float32, torch.bfloat16]), ("Llama", torch.float16)], ids=str
 )
-def test_packed_logits_equal_unpacked(architecture: str, dtype: torch.dtype, pack: Callable, device: str) -> None:
-    if pack is pack_for_cpu and device == "cuda":
+def test_packed_logits_equal_unpacked(architecture: str, dtype: torch.dtype, for_cpu: bool, device: str) -> None:
+    if for_cpu and device == "cuda":
         pytest.skip("for a CPU")
     model = without_positions(make_model(architecture, dtype=dtype)).to(device)
     expected, linears, state = {n: logits(model, n) for n in (1, 9, 40)}, count(model, nn.Linear), torch.get_rng_state()
-    pack(model)
+    pack(model, for_cpu)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(skip_rotation(module) for module in attentions(model))
     tolerance = 2e-5 if dtype is torch.float32 else 0.05
     is_routed = "num_experts_per_tok" in ARCHITECTURES[architecture] and dtype is not torch.float32
     for n, reference in expected.items():
@@ -106,11 +102,11 @@ def test_packed_logits_equal_unpacked(architecture: str, dtype: torch.dtype, pac
     assert count(model, nn.Linear, PackedLinear) == linears - 3 * num_joined(model)
     if architecture in EXPECTED:
         qkv, norms, last = EXPECTED[architecture]
-        assert count(model, FusedRMSNorm, TorchRMSNorm) == 3 * norms + last
-        if pack is pack_for_cuda or packing.packs_weights(dtype):
+        assert count(model, FusedRMSNorm) == 3 * norms + last
+        if not for_cpu or packing.packs_weights(dtype):
             assert num_joined(model) == 3 * qkv
     modules = list(model.modules())
-    pack(model)
+    pack(model, for_cpu)
     assert list(model.modules()) == modules, "what is packed stays"
 
 
@@ -118,15 +114,15 @@ def test_packed_for_cuda_a_norm_is_one_call_where_its_scale_has_the_dtype_of_the
     """Llama's weight is its scale; Gemma's is 1 + weight, which bfloat16 would round for every token alike."""
     for architecture, dtype in (("Llama", torch.bfloat16), ("Gemma2", torch.float32)):
         model = make_model(architecture, dtype=torch.bfloat16)
-        pack_for_cuda(model)
-        norms = [module for module in model.modules() if isinstance(module, TorchRMSNorm)]
+        pack(model, for_cpu=False)
+        norms = [module for module in model.modules() if isinstance(module, FusedRMSNorm)]
         assert norms and {norm._scale.dtype for norm in norms} == {dtype}
 
 
 @pytest.mark.gpu
 def test_a_norm_packed_for_cuda_is_one_kernel() -> None:
     model = make_model("Llama", dtype=torch.bfloat16).to("cuda")
-    pack_for_cuda(model)
+    pack(model, for_cpu=False)
     names: list[str] = []
 
     class Names(TorchDispatchMode):
@@ -146,7 +142,7 @@ def test_head_tied_to_the_embedding(tied: bool) -> None:
     expected, embedding = logits(model), model.get_input_embeddings().weight.clone()
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
     head = weakref.ref(model.lm_head.weight)
-    pack_for_cpu(model)
+    pack(model, for_cpu=True)
     gc.collect()
     assert (head() is not None) == tied
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
@@ -158,7 +154,7 @@ def test_biases(dtype: torch.dtype) -> None:
     model = make_model("Llama", dtype=dtype, attention_bias=True, mlp_bias=True)
     expected = logits(model)
     biases = [(module.k_proj.bias, module.k_proj.weight) for module in attentions(model)]
-    pack_for_cpu(model)
+    pack(model, for_cpu=True)
     assert num_joined(model) == (3 if packs_weights(dtype) else 0)
     assert (logits(model) - expected).abs().max() <= (2e-5 if dtype is torch.float32 else 0.03) * expected.abs().max()
     for module, (bias, weight) in zip(attentions(model), biases, strict=True):
@@ -184,7 +180,7 @@ def test_shared_projection_keeps_nothing_and_serves_any_order() -> None:
     model = make_model("Llama")
     attention = attentions(model)[0]
     q, k, v = (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
-    pack_for_cpu(model)
+    pack(model, for_cpu=True)
     x, other = torch.randn(1, 5, 64), torch.randn(1, 5, 64)
     torch.testing.assert_close(attention.q_proj(x), q(x))
     torch.testing.assert_close(attention.k_proj(other), k(other))
@@ -202,7 +198,7 @@ def test_norm_that_computes_something_else_stays() -> None:
             return super().forward(hidden_states) + 0.01
 
     model = nn.Sequential(OddRMSNorm(64).requires_grad_(False))
-    pack_for_cpu(model)
+    pack(model, for_cpu=True)
     assert count(model, FusedRMSNorm) == 0
 
 
@@ -214,7 +210,7 @@ def test_nothing_to_pack_with_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     packing.packs_weights.cache_clear()
     model = make_model("Qwen2")
     expected = logits(model)
-    pack_for_cpu(model)
+    pack(model, for_cpu=True)
     assert count(model, PackedLinear, ProjectionSlice) == 0 and count(model, nn.Linear) == 22
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
     packing.packs_weights.cache_clear()
@@ -223,50 +219,5 @@ def test_nothing_to_pack_with_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
 def test_small_float32_weights_stay(small_packed: ExitStack) -> None:
     small_packed.close()
     model = make_model("Llama")
-    pack_for_cpu(model)
+    pack(model, for_cpu=True)
     assert count(model, PackedLinear, ProjectionSlice) == 0 and count(model, FusedRMSNorm) == 7
-
-
-def test_skip_rotation_is_local_to_the_instance() -> None:
-    model = make_model("Llama")
-    expected = logits(model)
-    other = make_model("Llama")
-    function = modeling_llama.apply_rotary_pos_emb
-    assert skip_rotation(attentions(other)[0])
-    assert modeling_llama.apply_rotary_pos_emb is function
-    assert torch.equal(logits(model), expected) and not torch.equal(logits(other), expected)
-
-
-def test_skip_rotation_refuses() -> None:
-    attention = attentions(make_model("Llama"))[0]
-    assert not skip_rotation(nn.Linear(2, 2))
-    attention.forward = lambda *args, **kwargs: None
-    assert not skip_rotation(attention)
-
-
-def _apply_scaled_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
-    return q * 2, k
-
-
-def test_skip_rotation_refuses_what_is_not_the_identity() -> None:
-    class Scaled(nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor) -> object:
-            return _apply_scaled_rotary(q, k, torch.ones(1), torch.zeros(1))
-
-    assert not skip_rotation(Scaled())
-
-
-def test_skip_rotation_through_a_decorator() -> None:
-    from transformers.utils.deprecation import deprecate_kwarg
-
-    class Decorated(modeling_llama.LlamaAttention):
-        pass
-
-    forward = modeling_llama.LlamaAttention.forward
-    Decorated.forward = deprecate_kwarg("old", version="99.0")(forward)
-    model = without_positions(make_model("Llama"))
-    expected = logits(model)
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Decorated
-        assert skip_rotation(layer.self_attn)
-    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)

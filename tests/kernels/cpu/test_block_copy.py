@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvstore.kernels import reference
-from kvstore.kernels.block_copy import BlockLoad, save_layers
 from kvstore.kernels.cpu import block_copy as copy_native
+from kvstore.kernels.kv import BlockLoad, save_layers
 from tests.support.native import needs_compiler
 from tests.support.rotations import kinds
 

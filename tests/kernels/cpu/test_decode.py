@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kernels import reference
-from kvstore.kernels.cpu.decode import MAX_REQUESTS, decode_step
+from kvstore.kernels.cpu.attention import MAX_REQUESTS, decode_step
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation, Style
 from tests.support.native import needs_compiler, no_compiler
@@ -64,6 +64,15 @@ class Step(Paged):
 
 def bits(tensor):
     return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)
+
+
+@needs_compiler
+def test_one_kv_head_may_have_any_stride():
+    """As a model's own rotation leaves it."""
+    step = Step([5, 90], heads=(4, 1, 64))
+    step.raw = [step.raw[0], *(part.squeeze(1).unsqueeze(0).transpose(0, 1) for part in step.raw[1:])]
+    assert step.raw[1].stride(1) != 64
+    step.check()
 
 
 @needs_compiler

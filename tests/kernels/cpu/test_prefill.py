@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.kernels import attention_torch
+from kvstore.kernels import attention
 from kvstore.kernels.cpu import layer as layer_native
-from kvstore.kernels.cpu.prefill import prefill
+from kvstore.kernels.cpu.attention import prefill
 from kvstore.kernels.paged_batch import Scoring
 from tests.support.packed import without_tiles
 from tests.support.paged import Paged
@@ -30,7 +30,7 @@ class Job(Paged):
 
     def attend(self):
         arguments = (self.query, self.key, self.value, *self.caches, self.batch, self.scoring)
-        return attention_torch.paged_attention(*arguments).float()
+        return attention.attend_by_torch(*arguments).float()
 
     def exact(self):
         return self.expected(self.scoring, torch.float32)
@@ -103,7 +103,7 @@ def test_attention_of_a_step_uses_it_where_it_can(monkeypatch):
         asked.append(args[4])
         return prefill(*args)
 
-    monkeypatch.setattr(attention_torch, "prefill", noted)
+    monkeypatch.setattr(attention, "prefill", noted)
     found = job.attend()
     assert asked == [1, 2]
     torch.testing.assert_close(found[1:], job.exact()[1:], atol=TOLERANCE, rtol=TOLERANCE)  # torch needs finite pages

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.kernels import reference, write_kv
-from kvstore.kernels.cpu.decode import rotate_and_write
+from kvstore.kernels import kv, reference
+from kvstore.kernels.cpu.attention import rotate_and_write
 from kvstore.rope.rotary import Style
 from tests.kernels.test_write_kv import Step, check
 from tests.support.native import needs_compiler, no_compiler
@@ -57,10 +57,10 @@ def test_what_c_does_not_know_is_left_to_torch(what):
         assert all(bool((cache == 5.0).all()) for cache in caches)
     if what == "slot":
         with pytest.raises(IndexError):
-            write_kv.rotate_and_write(step.query, step.key, step.value, *caches, step.slots, turn)
+            kv.rotate_and_write(step.query, step.key, step.value, *caches, step.slots, turn)
 
 
 def test_without_a_compiler_torch_does_it():
     step = Step(20, (6, 2, 64), torch.bfloat16)
     with no_compiler():
-        check(step, halves(step), write_kv.rotate_and_write)
+        check(step, halves(step), kv.rotate_and_write)

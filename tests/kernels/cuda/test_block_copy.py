@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kernels import reference
-from kvstore.kernels.block_copy import BlockLoad, save_to_arena
+from kvstore.kernels.kv import BlockLoad, save_to_arena
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Style

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvstore.kernels.cuda.triton_support import has_triton
-from kvstore.kernels.device import to_device
+from kvstore.kernels.paged_batch import to_device
 
 CUDA = torch.device("cuda", 0)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -6,15 +6,15 @@ Refusals name what was given, and a misspelt variable is told.
 import tomllib
 
 import pytest
-from kvstore.service.command.variables import tell_misspelt
 
 from kvstore.config import COUNT, SIZE, SWITCH, TEXT
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 from kvstore.service.command import cli
-from kvstore.service.command.flags_page import commands
+from kvstore.service.command.cli import command_of, tell_misspelt
 from kvstore.service.settings.config_file import as_toml, effective, read_config, told
 from kvstore.service.settings.engine_options import engine_command, naming_flags
 from kvstore.service.settings.options import (
+    COMMANDS,
     JSON,
     REMOVED,
     STORE,
@@ -298,8 +298,9 @@ def misspelt(capsys, *names):
     return capsys.readouterr().err
 
 
-def test_a_misspelt_variable_is_told(capsys):
-    flags = [variable_of(one.flag) for command in commands() for one in command.options if one.mirrored]
+def test_a_misspelt_variable_is_misspelt(capsys):
+    options = [one for name in COMMANDS for one in command_of(name)[1].options]
+    flags = [variable_of(one.flag) for one in options if one.mirrored]
     assert misspelt(capsys, *flags, *READ, *OF_KUBERNETES, "OTHER") == ""
     assert misspelt(capsys, "KVSTORE_MAX_MODL_LEN", "KVSTORE_PREFIL_RATE") == (
         "kvstore: nothing reads KVSTORE_MAX_MODL_LEN; did you mean KVSTORE_MAX_MODEL_LEN?\n"

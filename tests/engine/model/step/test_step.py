@@ -2,12 +2,8 @@
 
 import itertools
 import threading
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,21 +12,18 @@ import torch
 from kvstore import Engine
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
+from kvstore.engine.model.devices import step_forms, warm_up
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.tensors import StepLayout, step_tensors
-from kvstore.engine.model.step.waiting import WAITING, DeviceWaiting
-from kvstore.engine.model.step.warm_up import step_forms, warm_up
 from kvstore.errors import ModelError
 from kvstore.kernels.attention import attend_paged
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from tests.support import fake_cuda
 from tests.support.engines import ask, evict_hbm, greedy, open_engine, save_model, tokens
 from tests.support.faults import before_each_step
 from tests.support.models import make_model
 from tests.support.paged import without_foreign_kernels
-from tests.support.waiting import TIMEOUT_S
 
 NAMES = ("token_ids", "positions", "slots", "sample_tokens", "query_start", "context_lens")
 TURN_S = 0.2  # in which the other thread gets as far as it can
@@ -154,59 +147,6 @@ def test_tensors_of_a_step():
 @pytest.mark.gpu
 def test_tensors_of_a_step_on_cuda():
     check(torch.device("cuda"))
-
-
-@pytest.fixture
-def modes() -> Iterator[list[str]]:
-    """All modes that were set, the first one before."""
-    found = ["warn"]
-
-    def set_mode(mode):
-        found.append(mode)
-        if len(found) == 2:
-            warnings.warn("a prototype feature", stacklevel=2)
-
-    with mock.patch.multiple(torch.cuda, get_sync_debug_mode=lambda: found[-1], set_sync_debug_mode=set_mode):
-        yield found
-
-
-def test_waiting_is_refused_for_a_while_only(modes):
-    """Without a word of torch, which says at the first time that this is a prototype: that would end the capture."""
-    with pytest.raises(RuntimeError, match="waits"), DeviceWaiting().refused():
-        raise RuntimeError("it waits")
-    assert modes == ["warn", "error", "warn"]
-
-
-def test_trials_of_two_engines_leave_the_mode_as_it_was(modes):
-    """The second one must not take the first one's mode for what was there before. Both start within `allowed`."""
-    waiting, inside, both = DeviceWaiting(), [], threading.Barrier(2)
-
-    def start(number):
-        with waiting.allowed():
-            both.wait(TIMEOUT_S)
-            with waiting.refused():
-                inside.append(number)
-                assert not threading.Event().wait(TURN_S) and inside[-1] == number
-                inside.append(number)
-
-    with ThreadPoolExecutor(2) as threads:
-        for future in [threads.submit(start, number) for number in range(2)]:
-            future.result(2 * TIMEOUT_S)
-    assert inside in ([0, 0, 1, 1], [1, 1, 0, 0]) and modes == ["warn", "error", "warn", "error", "warn"]
-
-
-@without_a_card
-def test_a_step_of_another_engine_comes_before_or_after_a_trial(tmp_path, monkeypatch):
-    model = save_model(tmp_path, num_hidden_layers=1)
-    with (
-        fake_cuda.device(monkeypatch) as driver,
-        Engine(model, {"hbm": "1MiB"}, device="cuda", max_model_len=32) as engine,
-    ):
-        with WAITING.refused():
-            assert driver.refuses_to_wait
-            handle = engine.submit(tokens(1, 5), greedy(2))
-            assert not threading.Event().wait(TURN_S) and not handle.output.token_ids
-        assert len(list(engine.stream(handle))) == 2
 
 
 def test_forms_of_steps():

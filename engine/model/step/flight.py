@@ -1,16 +1,24 @@
-"""A step between its launch and its end: what must be read of it, and how long the device took."""
+"""A step between its launch and its end: what must be read of it, how long the device took, what other ranks are told.
+
+For the other ranks of a model see `kvstore.engine.ranks`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.core.scheduler import Scheduled, SchedulerOutput
-from kvstore.engine.model.step.drawing import Drawn
+from kvstore.engine.model.step.draw import Drawn
+from kvstore.errors import EngineDiedError
 from kvstore.store.seam import Prefilled
 
 
@@ -91,3 +99,76 @@ class StepClock:
         """The times that were noted since the last call."""
         found, self._prefilled = self._prefilled, []
         return found
+
+
+class Others(Protocol):
+    """The other ranks. Only the thread that steps calls it. These methods do nothing."""
+
+    def check(self) -> None:
+        """Raises EngineDiedError if one has ended. A device does not notice that, and goes on with wrong sums."""
+        return
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """If another rank has caused an error in this context, raise that rank's error instead."""
+        return nullcontext()
+
+    def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
+        """Let them compute this step, too. block_table: of all rows of the batch; copies: HBM blocks to copy first."""
+        return
+
+    def end_forward(self, num_samples: int) -> None:
+        """Called on the first stage of a pipeline, before this rank waits for so many rows of the oldest step."""
+        return
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """Overwrite these HBM blocks with zeros."""
+        return
+
+    def kill(self) -> None:
+        """End them: this rank has left a forward, for which they may wait for ever."""
+        return
+
+
+class NoOthers(Others):
+    """For a model that one rank computes."""
+
+
+class Flight:
+    """Steps between their launch and the end of their forward on all ranks. end: see `PositionFreeModel.end`."""
+
+    def __init__(self, end: Callable[[int], Tensor], others: Others) -> None:
+        self.others = others
+        self._end = end
+        self._open = deque[int]()  # samples of each step whose logits still have to come from the last stage
+        self._is_in_forward = False
+
+    def begin(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
+        """A forward begins here; see `Others.begin_step`."""
+        self.others.begin_step(inputs, block_table, copies)
+        self._is_in_forward = True
+
+    def computed(self, launched: Launched, logits: Tensor | None) -> None:
+        """The forward has ended here. Notes whether the step is open."""
+        self._is_in_forward = False
+        launched.is_open = logits is None and bool(launched.sampling)
+        if launched.is_open:
+            self._open.append(len(launched.sampling))
+
+    def end(self) -> Tensor:
+        """Wait for the logits of the oldest open step."""
+        num_samples = self._open.popleft()
+        self.others.end_forward(num_samples)
+        self._is_in_forward = True
+        logits = self._end(num_samples)
+        self._is_in_forward = False
+        return logits
+
+    def reset(self) -> None:
+        """Called after an error. Waits for the steps in flight, unless this rank has left a forward."""
+        with suppress(EngineDiedError):
+            while self._open and not self._is_in_forward:
+                self.end()
+        if self._is_in_forward:
+            self.others.kill()
+        self._open.clear()
+        self._is_in_forward = False

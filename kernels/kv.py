@@ -1,8 +1,8 @@
-"""Blocks between the CPU arena and the paged HBM cache; loading rotates the keys on the way.
+"""Moves keys and values: a step's into the paged HBM cache, and blocks between cache and CPU arena.
 
-The arena, [num_arena_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third
-axis) and values. CUDA uses a Triton kernel, a CPU compiled C; without these, the twins in `kvstore.kernels.reference`
-do the same, bit for bit.
+Writing rotates queries and keys, loading the keys of blocks. The arena, [num_arena_blocks, num_layers, 2, block_size,
+num_kv_heads, head_dim], holds raw keys (index 0 of the third axis) and values. CUDA uses Triton kernels, a CPU compiled
+C; without these, the twins in `kvstore.kernels.reference` do the same, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvstore.kernels import reference
+from kvstore.kernels.cpu import attention as attention_native
 from kvstore.kernels.cpu import block_copy as copy_native
 from kvstore.kernels.cuda.triton_support import runs_kernels
-from kvstore.kernels.device import to_device
+from kvstore.kernels.paged_batch import to_device
 from kvstore.rope.rotary import Rotation
 
 RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
@@ -103,3 +104,42 @@ def _save_by_torch(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | Non
     for layer, key, value in layers:
         pair = (key, value) if rows is None else (key[rows.to(key.device)], value[rows.to(key.device)])
         reference.save_tokens(arena, layer, *pair, places)
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """As `kvstore.kernels.reference.write_kv`: [num_tokens, num_kv_heads, head_dim] each; a slot of -1 is skipped."""
+    if runs_kernels(key):
+        from kvstore.kernels.cuda import kv as kv_triton
+
+        kv_triton.write(key, value, key_cache, value_cache, slots)
+        return
+    if key.device.type != "cpu":  # on CUDA, a slot of -1 would be an error after which the device is lost
+        reference.write_kv(key, value, key_cache, value_cache, slots)
+        return
+    try:
+        key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
+        value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+    except IndexError:  # a slot of -1: only padded steps have one, and all others should not search for it
+        reference.write_kv(key, value, key_cache, value_cache, slots)
+
+
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
+    rotation: Rotation | None,
+) -> tuple[Tensor, Tensor]:  # query and key, rotated  # fmt: skip
+    """Rotate query and key by `rotation`, which has one row per token (see `Rotation.at`); write key and value.
+
+    query: [num_tokens, num_heads, head_dim]; the rest as in `write_kv`. Rotated tensors are new. If rotation is None,
+    query and key are returned as they are.
+    """
+    if runs_kernels(key):
+        from kvstore.kernels.cuda import kv as kv_triton
+
+        return kv_triton.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
+    if rotation is not None:
+        done = attention_native.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
+        if done is not None:
+            return done
+        query, key = rotation.apply(query), rotation.apply(key)
+    write_kv(key, value, key_cache, value_cache, slots)
+    return query, key

@@ -1,9 +1,12 @@
-"""Attention of a decode step on a CPU, and rotation and write of any step, by `decode.c`, in one call per layer.
+"""Attention over pages on a CPU by C, with the rotation and write of any step.
 
-Torch twins: rotation, write and attention of `kvstore.kernels.reference`.
+`decode.c`: rotation and write, and all of a decode step's attention in one call per layer. `prefill.c`: attention of
+many tokens of a request, on a CPU with tiles (AMX) or vectors of bfloat16. Torch twins: `kvstore.kernels.reference`,
+and `kvstore.kernels.attention`, which gathers the pages of a request first.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.threads import num_threads
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
@@ -20,13 +24,19 @@ MAX_REQUESTS = 64  # they are rotated one by one; with more, torch's matrix prod
 MAX_HEAD_DIM = 256
 _HEAD_UNIT = 16  # numbers in a vector; a head must be a multiple
 CODES = {torch.float32: 0, torch.bfloat16: 1}
-
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS: dict[str, list[Any]] = {
     "kv_decode": [_Address, *[_Address, _Number] * 3, *[_Address] * 4, ctypes.c_float, _Number, _Address],
     "kv_decode_fits": [_Address],
     "kv_write": [_Address, *[_Address, _Number] * 3, *[_Address] * 6],
 }
+UNIT_TOKENS = 64  # per unit of work of a thread, for one KV head; more would read keys and values less often
+FEW_UNIT_TOKENS = 32  # if there would not be enough units for all threads
+_DIM_UNIT = 32
+_NUMBERS = (
+    *("query_stride", "num_tokens", "context_len", "num_heads", "num_kv_heads", "head_dim"),
+    *("num_blocks", "block_size", "window", "unit_tokens", "scratch_bytes"),
+)
 
 
 class Step(ctypes.Structure):
@@ -57,18 +67,18 @@ class DecodeStep:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         scoring: Scoring,
     ) -> Tensor | None:  # [num_tokens, num_heads, head_dim]  # fmt: skip
-        """Rotate, write and attend, as `write_kv.rotate_and_write` and `attention.paged_attention` after it.
+        """Rotate, write and attend, as `kv.rotate_and_write` and `attention.paged_attention` after it.
 
         query: [num_tokens, num_heads, head_dim], key and value with num_kv_heads, raw; rows may be strided. Returns
         None and writes nothing for a layer with softcap, sinks or a rotation other than of halves.
         """
         table, step = self._tables[layer], self._step
-        if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in (query, key, value)):
+        shape, tensors = query.shape, (query, key, value)
+        if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in tensors):
             return None
-        shape, width = query.shape, step.head_dim
+        if not all(map(native.is_in_rows, tensors)) or shape[1] % step.num_kv_heads or shape[2] != step.head_dim:
+            return None
         starts = query.stride(), key.stride(), value.stride()
-        if any(stride[1] != width or stride[2] != 1 for stride in starts) or shape[1] % step.num_kv_heads:
-            return None
         step.num_heads = shape[1]
         out = torch.empty(shape, dtype=query.dtype)
         self._function(
@@ -125,7 +135,7 @@ def _tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | No
 def rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor] | None:  # query and key, rotated
-    """As `write_kv.rotate_and_write`, but returns None and writes nothing for tensors that C does not know."""
+    """As `kv.rotate_and_write`, but returns None and writes nothing for tensors that C does not know."""
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     library = native.library() if key.device.type == "cpu" else None
     if library is None or key_cache.dtype not in CODES:
@@ -134,9 +144,9 @@ def rotate_and_write(
         return None
     if key.shape != (len(query), num_kv_heads, head_dim) or value.shape != key.shape or query.shape[2] != head_dim:
         return None
-    starts = query.stride(), key.stride(), value.stride()
-    if any(stride[1:] != (head_dim, 1) for stride in starts) or len(slots) != len(query):
+    if not all(map(native.is_in_rows, (query, key, value))) or len(slots) != len(query):
         return None
+    starts = query.stride(), key.stride(), value.stride()
     tables = _tables_of(rotation, key_cache)
     if tables is None or not (key_cache.is_contiguous() and value_cache.is_contiguous() and slots.is_contiguous()):
         return None
@@ -150,3 +160,92 @@ def rotate_and_write(
         starts[2][0], key_cache.data_ptr(), value_cache.data_ptr(), *tables, turned.data_ptr(), rotated.data_ptr(),
     )  # fmt: skip
     return (turned, rotated) if status == 0 else None
+
+
+class _Prefill(ctypes.Structure):
+    """`struct prefill`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "blocks", "out", "scratch")),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("scale", ctypes.c_float),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled code if it multiplies bfloat16."""
+    library = native.library()
+    if library is None or not layer_native.num_columns():
+        return None
+    library.kv_prefill.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.kv_prefill_scratch.argtypes = [ctypes.c_int64] * 4
+    library.kv_prefill_scratch.restype = ctypes.c_int64
+    return library
+
+
+class _Scratch(threading.local):
+    """Scratch memory of each calling thread. It is kept, because new memory costs more than a layer's attention."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, num_bytes: int) -> torch.Tensor:
+        if len(self.memory) < num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.memory
+
+
+_scratch = _Scratch()
+
+
+def knows(scoring: Scoring, head_dim: int) -> bool:
+    """Whether C knows this scoring and heads of this width; not whether it runs on this machine."""
+    return scoring.plain and head_dim % _DIM_UNIT == 0 and head_dim <= MAX_HEAD_DIM
+
+
+def prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    request: int,
+    scoring: Scoring,
+    out: torch.Tensor,
+) -> bool:
+    """Attention of this request's tokens over its whole context, which is in the caches. False if C cannot do it.
+
+    query, out: the request's, [num_tokens, num_heads, head_dim]; caches: [num_blocks, block_size, num_kv_heads,
+    head_dim], bfloat16.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
+    num_tokens, num_heads, _ = query.shape
+    tensors = (query, key_cache, value_cache, out)
+    if not knows(scoring, head_dim) or any(t.dtype != torch.bfloat16 for t in tensors) or num_heads % num_kv_heads:
+        return False
+    if not native.is_in_rows(query):
+        return False
+    if value_cache.shape != key_cache.shape or out.shape != query.shape:
+        return False
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
+        return False
+    library = _library() if query.device.type == "cpu" else None
+    if library is None:
+        return False
+    threads = num_threads()
+    num_units = num_kv_heads * -(-num_tokens // UNIT_TOKENS)
+    unit_tokens = UNIT_TOKENS if num_units >= 2 * threads else FEW_UNIT_TOKENS
+    scratch_bytes = library.kv_prefill_scratch(num_heads, num_kv_heads, head_dim, unit_tokens)
+    scratch = _scratch.at_least(threads * scratch_bytes)
+    context_len = batch.context_lens[request]
+    blocks = batch.block_table[request, : -(-context_len // block_size)]
+    if len(blocks) * block_size < context_len:
+        return False
+    if blocks.dtype != torch.int64 or not blocks.is_contiguous():
+        blocks = blocks.long().contiguous()
+    job = _Prefill(
+        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), blocks.data_ptr(), out.data_ptr(),
+        scratch.data_ptr(), query.stride(0), num_tokens, context_len, num_heads, num_kv_heads, head_dim,
+        num_blocks, block_size, scoring.window or 0, unit_tokens, scratch_bytes, scoring.scale,
+    )  # fmt: skip
+    return library.kv_prefill(ctypes.addressof(job), threads) == 0
