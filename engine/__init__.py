@@ -14,7 +14,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `async_engine`: `AsyncEngine`: an engine for asyncio, and its sessions as `AsyncChat`
 - `config`: the engine's options, built once and checked
 - `engine`: `Engine`: prompts, conversations and administration, whichever process computes
-- `progress`: what an engine says while it starts
+- `progress`: what an engine says while it starts; warnings in one line
 - `program`: the program of a process that computes for another: of an engine, or of another rank
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
 - `sampling_params`: how a request is sampled and when it stops

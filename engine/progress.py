@@ -1,11 +1,15 @@
-"""What an engine says while it starts: each stage as it begins, to the log and to a bar.
+"""What an engine says while it starts: each stage as it begins, to the log and to a bar. And how a process that writes
+no log says something: in one line.
 
 Loads no torch.
 """
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LOGGER = logging.getLogger("kvstore.engine")
 WEIGHTS, PROBE, KERNELS = STAGES = ("reading the weights", "probing the model", "preparing kernels and the store")
@@ -44,3 +48,14 @@ def shown(progress: bool) -> Iterator[None]:
         with told_to(lambda stage: bar.update(task, description=stage, completed=STAGES.index(stage))):
             yield
         bar.update(task, description="ready", completed=len(STAGES))
+
+
+def tell_in_lines() -> None:
+    """Print warnings, and log messages that nobody takes, as one line each on stderr."""
+    warnings.showwarning = one_line_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
+
+
+def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"kvstore: {message}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import logging
 import os
 import select
 import signal
@@ -16,16 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kvstore.engine.core.step_loop import Watch
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.wire import Start, decode_start, encode
+from kvstore.engine.progress import tell_in_lines
 from kvstore.errors import EngineDiedError
 
 PROGRAM = "kvstore.engine.program"
@@ -47,9 +46,9 @@ class Child:
     start: its first message. end: of a connection to it, if it is on another machine, where others have started it;
     then it ends with that. settings: environment variables. beat_s: how often it is looked at.
 
-    how: how it ended; None while it runs. What it has sent before can still be received. silent_s: seconds since its
-    last sign of life. It is killed after `start.silence_s`, and while `is_loading` after SLOW_FACTOR times that.
-    on_unread: called in a thread of this object when nobody has read what is here now.
+    how: how it ended; None while it runs. What it has sent before can still be received. is_loading: set by whoever
+    waits for it; until then it may be silent for SLOW_FACTOR times `start.silence_s` before it is killed. on_unread:
+    called in a thread of this object when nobody has read what is here now.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Child:
         beat_s: float = BEAT_S,
     ) -> None:  # fmt: skip
         self.name = start.name
-        self.is_loading, self.silent_s = True, 0.0
+        self.is_loading, self._silent_s = True, 0.0
         self.how: str | None = None
         self.on_unread: Callable[[], object] = lambda: None
         self._silence_s, self._beat_s = start.silence_s, beat_s
@@ -119,12 +118,17 @@ class Child:
             self._take_in()
             if self._taken:
                 self.on_unread()
-        self.silent_s = 0.0 if self.channel.is_heard else self.silent_s + self._beat_s
+        self._silent_s = 0.0 if self.channel.is_heard else self._silent_s + self._beat_s
         self.channel.is_heard = False
         if self.silent_s >= self._silence_s * (SLOW_FACTOR if self.is_loading else 1) and not self._why:
             self.show()
             time.sleep(SHOW_S)
             self.kill(f"no sign of life for {self.silent_s:g} s")
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last sign of life."""
+        return 0.0 if self.channel.is_heard else self._silent_s
 
     @property
     def pid(self) -> int:
@@ -344,14 +348,3 @@ def own_channel() -> Channel:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # processes that this one starts must not hold it
     return Channel(end)
-
-
-def tell_in_lines() -> None:
-    """Print warnings, and log messages that nobody takes, as one line each on stderr."""
-    warnings.showwarning = one_line_warning
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
-
-
-def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"kvstore: {message}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import msgspec
 from kvstore.admin.commands import MAX_SESSIONS, EvictRequest, SessionName
 from kvstore.admin.control import NoOwner, ask
 from kvstore.config import DURATION, PLACE, SIZE, SWITCH, TEXT, whole
-from kvstore.engine.process.child import tell_in_lines
+from kvstore.engine.progress import tell_in_lines
 from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tolerate_any_text
 from kvstore.service.settings.config_file import Told

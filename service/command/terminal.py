@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.engine.model.files import check_speaks
 from kvstore.engine.outputs import RequestOutput, describe_tiers
-from kvstore.engine.process.child import tell_in_lines
+from kvstore.engine.progress import tell_in_lines
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, RequestError, StoreError
 from kvstore.service.settings.engine_options import ChatOptions

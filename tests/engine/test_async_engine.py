@@ -90,7 +90,7 @@ async def test_cancelling_while_submitting_leaves_nothing(engine):
     await wait_in_loop(asked.is_set)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    del engine.engine.submit
+    engine.engine.submit = submit
     with crawling(engine.engine):
         may.set()
         await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config import COUNT, FILE, SIZE, ValueForm, matching, one_of, parse_size, several
-from kvstore.engine.process.child import tell_in_lines
+from kvstore.engine.progress import tell_in_lines
 from kvstore.errors import ConfigError
 from kvstore.planning import sizing
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
