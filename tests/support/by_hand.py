@@ -95,7 +95,7 @@ def ending_at_once(engine):
 
     def submit_and_abort(*args, **kwargs):
         with held(engine):
-            handles = submit_all(*args, **kwargs)
+            handles = submit(*args, **kwargs)
             for handle in handles:
                 engine.core.end(handle.request_id)
         return handles
