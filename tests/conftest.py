@@ -6,6 +6,7 @@ Kernels are tested on a CUDA device, and without one in Triton's interpreter: th
 import functools
 import glob
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,17 @@ def no_devices() -> Iterator[None]:
         if "torch" in sys.modules:
             patch.setattr(sys.modules["torch"].cuda, "is_available", lambda: False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """What a command sets up in this process ends with the test, as the stream it writes to does."""
+    loggers = [logging.getLogger(name) for name in ("kvstore", "aiohttp.server")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

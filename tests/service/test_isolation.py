@@ -340,7 +340,7 @@ def test_a_request_counts_by_its_prompts_and_choices():
         body = {"messages": [{"role": "user", "content": "a"}], "n": 9, "max_tokens": 1}
         with held(server.engine):
             reply = client.submit(server.post, "/v1/chat/completions", body)
-            server.wait_until(lambda: server.context.limits.num_sequences == 9, "they are counted")
+            server.wait_until(lambda: sum(server.context.limits.counts().values()) == 9, "they are counted")
         assert reply.result().status == 200
         server.wait_until_idle()
 
