@@ -20,8 +20,7 @@ from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector, hold_store
 from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.admin import Admin, weak_handler
-from kvstore.engine.client.core import Core
-from kvstore.engine.client.messages import Flush, ReadStats
+from kvstore.engine.client.messages import Core, Flush, ReadStats
 from kvstore.engine.client.opening import check_process, open_here, open_own
 from kvstore.engine.client.requests import Bell, CoreClient
 from kvstore.engine.config import EngineConfig

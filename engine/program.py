@@ -17,11 +17,11 @@ from contextlib import suppress
 import msgspec
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.engine.client.core import Core
 from kvstore.engine.client.messages import (
     Answered,
     Called,
     Close,
+    Core,
     Opened,
     Starting,
     Submit,
@@ -30,10 +30,9 @@ from kvstore.engine.client.messages import (
     encode,
 )
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.core.news import Ended, Update
-from kvstore.engine.process.channel import Channel
+from kvstore.engine.core.request import Ended, Update
+from kvstore.engine.process.channel import Channel, Failed, Start
 from kvstore.engine.process.child import Heart, be_child, own_channel
-from kvstore.engine.process.wire import Failed, Start
 from kvstore.engine.progress import told_to
 from kvstore.errors import EngineClosedError, KVStoreError
 

@@ -28,9 +28,9 @@ from kvstore.forks import leave_to_parent
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import POLICIES, Steering
 from kvstore.stats import StoreStats
+from kvstore.store.history import Learned
 from kvstore.store.host_blocks import HostBlocks
 from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.learned import Learned
 from kvstore.store.parts import DiskParts
 from kvstore.store.progress import StoreProgress
 from kvstore.store.upkeep import TieredUpkeep

@@ -19,7 +19,7 @@ from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.lookahead import LookAhead
+from kvstore.policy.planner import LookAhead
 from kvstore.policy.policies import Steering
 from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, StepSpan, Upkeep
 

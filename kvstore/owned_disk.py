@@ -27,9 +27,9 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.remote.disk_owner import OwnerServer, Value
 from kvstore.stats import StoreStats
+from kvstore.store.history import Learned
 from kvstore.store.host_blocks import HostBlocks
 from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.learned import Learned
 from kvstore.store.parts import DiskParts
 from kvstore.store.progress import StoreProgress
 from kvstore.store.upkeep import TieredUpkeep

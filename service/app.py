@@ -18,9 +18,8 @@ from kvstore.service.api.schema import sum_usage
 from kvstore.service.api.sessions import chat
 from kvstore.service.api.sessions import routes as sessions
 from kvstore.service.http.connection import new_request_id
-from kvstore.service.http.errors import ApiError, ReaderGone, api_error, error_response, unavailable
+from kvstore.service.http.errors import ApiError, Handler, ReaderGone, Route, api_error, error_response, unavailable
 from kvstore.service.http.logs import log
-from kvstore.service.http.routes import Handler, Route
 
 ROUTES: tuple[Route, ...] = (
     *health.ROUTES, *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES,

@@ -35,10 +35,9 @@ from kvstore.service.api.metrics import Metrics
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
 from kvstore.service.http.connection import SEND_BUFFER_BYTES, AcceptErrors, Connection, Connections, ensure_descriptors
-from kvstore.service.http.errors import unavailable
+from kvstore.service.http.errors import Route, unavailable
 from kvstore.service.http.limits import Limits
 from kvstore.service.http.logs import log, set_up_logging
-from kvstore.service.http.routes import Route
 from kvstore.service.settings.serve_options import ServeOptions
 
 OpenEngine = Callable[[], Any]

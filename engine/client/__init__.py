@@ -2,9 +2,9 @@
 
 Knows no session and no HTTP. Only `local` loads torch.
 
-- `core`: `Core`: what computes, wherever it runs
 - `local`: `LocalCore`: loads the model, whole or the first rank's part, and assembles loop, model and tiers here
-- `messages`: prompts, verbs and their results, as they also cross between processes
+- `messages`: `Core`: what computes, wherever it runs; prompts, verbs and their results, as they also cross between
+  processes
 - `opening`: opens the core that an engine has, and divides one configuration among several
 - `remote`: `RemoteCore`: starts, watches, restarts and closes a core in a process of its own, and speaks with it
 - `requests`: `CoreClient`: every running request with its handle, text, stop strings and usage

@@ -25,27 +25,23 @@ from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.weights import weights_digest
 from kvstore.engine.client import messages
-from kvstore.engine.client.core import State
-from kvstore.engine.client.messages import Call, Facts, Submit
+from kvstore.engine.client.messages import Call, Facts, State, Submit
 from kvstore.engine.config import EngineConfig, SchedulerConfig, default_topic
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
-from kvstore.engine.core.news import Update
-from kvstore.engine.core.request import Request
+from kvstore.engine.core.request import Request, Update
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model.devices import num_hbm_blocks, own_device
-from kvstore.engine.model.fingerprint import fingerprint
 from kvstore.engine.model.interception import PositionFreeModel
-from kvstore.engine.model.loading import Loaded, load
+from kvstore.engine.model.loading import Loaded, fingerprint, load
 from kvstore.engine.model.parallel.group import Part, part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.process.child import Heart
 from kvstore.engine.progress import KERNELS, PROBE, WEIGHTS, begin
-from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.on_ray import others_on_ray
-from kvstore.engine.ranks.ranks import Ranks, end_hung
+from kvstore.engine.ranks.ranks import Ranks, end_hung, started_here
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go

@@ -14,13 +14,13 @@ from typing import Any
 
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import LossWatch
-from kvstore.engine.client.core import Core
+from kvstore.engine.client.messages import Core
 from kvstore.engine.client.remote import RemoteCore
 from kvstore.engine.client.several import SeveralCores
 from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.model.files import find_model
+from kvstore.engine.process.channel import Start
 from kvstore.engine.process.child import SLOW_FACTOR, Child, Heart
-from kvstore.engine.process.wire import Start
 from kvstore.errors import ConfigError
 from kvstore.owned_disk import OwnedDisk
 

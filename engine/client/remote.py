@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from kvstore.engine.client.core import State
 from kvstore.engine.client.messages import (
     Answered,
     Call,
@@ -30,16 +29,16 @@ from kvstore.engine.client.messages import (
     Opened,
     ReadStats,
     Starting,
+    State,
     Submit,
     Updates,
     decode_outbound,
     decode_result,
     encode,
 )
-from kvstore.engine.core.news import Ended, Update
-from kvstore.engine.process.channel import Readiness
+from kvstore.engine.core.request import Ended, Update
+from kvstore.engine.process.channel import Failed, Readiness
 from kvstore.engine.process.child import Child
-from kvstore.engine.process.wire import Failed
 from kvstore.engine.progress import begin
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 

@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.client.core import Core
-from kvstore.engine.client.messages import Call, Facts, Spliced, Submit
-from kvstore.engine.core.news import Ended, Said, Update
+from kvstore.engine.client.messages import Call, Core, Facts, Spliced, Submit
+from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.detokenizer import ChoiceText

@@ -5,8 +5,7 @@ Loads no torch; knows the store by the scheduler's side of the connector.
 - `input_batch`: the persistent batch: arrays reused from step to step
 - `kv_cache_manager`: blocks of requests in HBM: prefix hits, allocation, caching, release, erasure; and loads from
   below it
-- `news`: what steps have brought for each prompt: tokens and ends
-- `request`: one request and its state, and how many of its tokens were never computed
+- `request`: one request and its state; what steps have brought for each prompt: tokens and ends
 - `scheduler`: which request computes how many tokens in the next step; all requests from arrival to end
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it serves its inbox, schedules, launches and
   reads steps, and hands out what is new
@@ -26,7 +25,6 @@ use does not count. The store is told the order in which requests are expected t
 Choices of one prompt (`n` > 1): the first one computes the prompt, all draw their first token from its logits and share
 its blocks. So prompt tokens are computed once.
 
-The batch is kept as arrays from step to step; requests join and leave in place. What computes is handed
-in (`step_loop.Runner`). Deleted KV is overwritten in HBM, too: at
-once, or as soon as no request holds it.
+The batch is kept as arrays from step to step; requests join and leave in place. What computes is handed in
+(`step_loop.Runner`). Deleted KV is overwritten in HBM, too: at once, or as soon as no request holds it.
 """

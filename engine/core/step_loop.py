@@ -23,8 +23,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from kvstore.engine.core.kv_cache_manager import Erasure
-from kvstore.engine.core.news import News
-from kvstore.engine.core.request import Request
+from kvstore.engine.core.request import News, Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.errors import EngineClosedError, KVStoreError, StoreError

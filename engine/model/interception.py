@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from kvstore.engine.model.parallel.cutting import GatheredLinear, part_of
 from kvstore.engine.model.parallel.group import Part
-from kvstore.engine.model.parallel.linears import GatheredLinear
-from kvstore.engine.model.parallel.plan import part_of
 from kvstore.engine.model.parallel.stages import Pipeline
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.attention import paged_attention

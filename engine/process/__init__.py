@@ -2,9 +2,8 @@
 
 Knows no HTTP, no core and no rank.
 
-- `channel`: messages through a stream socket, without a thread of their own
+- `channel`: messages through a stream socket; what each process is told first, its failure, exceptions as plain data
 - `child`: a process that computes for this one, seen from both ends
-- `wire`: what each is told first, its failure, exceptions as plain data
 
 Decisions:
 

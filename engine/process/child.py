@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvstore.engine.core.step_loop import Watch
-from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.wire import Start, decode_start, encode
+from kvstore.engine.process.channel import Channel, Start, decode_start, encode
 from kvstore.engine.progress import tell_in_lines
 from kvstore.errors import EngineDiedError
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.child import be_child, spin_briefly
-from kvstore.engine.ranks.launch import Door, Launch, awaited, entered
+from kvstore.engine.ranks.ranks import Door, Launch, awaited, entered
 from kvstore.errors import ConfigError, EngineDiedError
 
 ANSWER_S = 60.0  # for Ray to answer, and to reserve the places: those of an engine that has just ended become free

@@ -4,10 +4,10 @@ Without a compiler, torch operations do the same.
 
 - `attention`: attention, and rotation and write of any step (`decode.c`; `prefill.c`, if the CPU multiplies bfloat16)
 - `block_copy`: copies blocks between arena and HBM in one pass (`copy.c`)
-- `first_touch`: touches the arena's memory ahead of its use
 - `layer`: norms, and products if the CPU multiplies bfloat16 (`layer.c`)
 - `native`: compiles the C code of this folder once, if there is a compiler
-- `threads`: binds two computing threads to two processors, and uses one beside other work (`threads.c`)
+- `threads`: binds two computing threads to two processors, and uses one beside other work (`threads.c`); touches the
+  arena's memory ahead of its use
 - `team.h`: work that a thread shares with its helpers (`threads.c`)
 - `tiles.h`, `vectors.h`: tiles (AMX); vectors and rounding, for all C code
 

@@ -1,4 +1,5 @@
-"""The computing threads of a process: binds two of them to its two processors, and uses one beside other work.
+"""The computing threads of a process: binds two of them to its two processors, and uses one beside other work. Another
+thread touches the arena's memory a little ahead of its use, as the system may take long to provide a page.
 
 After a pause, the system may wake the helper on the processor of the thread that waits for it, and leave it there for a
 whole prefill: such a turn took up to twice as long (bench/LOG.md). More than two threads are not bound: OpenMP ends
@@ -6,14 +7,19 @@ threads if a smaller team is requested, and new threads would all inherit the ca
 than two decode alone: it would read weights more slowly than all of them, even if one of these has to wait.
 """
 
+from __future__ import annotations
+
 import ctypes
+import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -25,6 +31,10 @@ CROWDED_SHARE = 0.25  # of that time, if both threads together wait so much for 
 PATIENCE_S = (1.0, 8.0)  # after which all threads are tried again: at first, and at most
 TEAM = 2  # threads, of which one may decode alone
 _USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+AHEAD_BYTES = 256 << 20  # touched but not used yet, at most
+_PIECE_BYTES = 4 << 20
+LEAST_BYTES = 32 << 20  # a smaller tensor is not worth a thread
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; keeps the contents
 
 
 @dataclass(slots=True)
@@ -91,7 +101,7 @@ class Team:
     """
 
     def __init__(
-        self, is_own: bool = False, threads: "Threads | None" = None, clock: Callable[[], float] = time.monotonic
+        self, is_own: bool = False, threads: Threads | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._threads, self._clock = threads or Threads(is_own), clock
         self._seen_s: float | None = None
@@ -211,3 +221,57 @@ class Threads:
         bound.roams = may_roam
         with suppress(OSError):  # these processors were taken from the process
             os.sched_setaffinity(0, places[1])
+
+
+class FirstTouch:
+    """Touches the rows of a tensor on a CPU, from the first on, in a thread of its own.
+
+    Rows are expected to be used roughly in order. The thread ends when this object is dropped. Nothing happens if the
+    system cannot touch pages, or if the tensor has fewer than least_bytes. ahead_bytes: AHEAD_BYTES unless given.
+    """
+
+    def __init__(self, tensor: torch.Tensor, ahead_bytes: int | None = None, least_bytes: int = LEAST_BYTES) -> None:
+        row_bytes = tensor.stride(0) * tensor.element_size()
+        self._num_rows = len(tensor)
+        self._ahead = max(1, (AHEAD_BYTES if ahead_bytes is None else ahead_bytes) // row_bytes)
+        self._piece = max(1, min(_PIECE_BYTES // row_bytes, self._ahead // 2))
+        self._target = 0
+        self._wanted: SimpleQueue[int] = SimpleQueue()  # how many rows to touch in all; 0: end
+        if self._num_rows * row_bytes < least_bytes:
+            self._target = self._num_rows
+            return
+        ended = threading.Event()
+        # The thread holds no tensor, because it must not be the one that frees it.
+        arguments = (tensor.data_ptr(), row_bytes, self._wanted, ended)
+        thread = threading.Thread(target=_touch, args=arguments, name="kvstore-touch", daemon=True)
+        weakref.finalize(self, _end, thread, self._wanted, ended, tensor)
+        thread.start()
+        self.reach(0)
+
+    def reach(self, row: int) -> None:
+        """Note that this row is about to be used, and the following rows soon. Cheap; call it each time.
+
+        What was used is made good at once, in small pieces: many at a time take a processor from the model for long.
+        """
+        if self._target < self._num_rows and row + self._ahead - self._piece >= self._target:
+            self._target = min(self._num_rows, row + self._ahead)
+            self._wanted.put(self._target)
+
+
+def _end(thread: threading.Thread, wanted: SimpleQueue[int], ended: threading.Event, tensor: torch.Tensor) -> None:
+    """End touching. `tensor` keeps the memory alive until then."""
+    ended.set()
+    wanted.put(0)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _touch(address: int, row_bytes: int, wanted: SimpleQueue[int], ended: threading.Event) -> None:
+    libc, first = ctypes.CDLL(None, use_errno=True), address // mmap.PAGESIZE * mmap.PAGESIZE
+    while rows := wanted.get():
+        last = address + rows * row_bytes
+        for start in range(first, last, _PIECE_BYTES):
+            size = ctypes.c_size_t(min(_PIECE_BYTES, last - start))
+            if ended.is_set() or libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE):
+                return
+        first = last // mmap.PAGESIZE * mmap.PAGESIZE

@@ -10,7 +10,6 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
 - `io_queue`: one writer and two readers between CPU and disk
-- `learned`: what the policies learned, kept between starts
 - `live`: tables of an environment that threads use: reopening, compaction, closing; a thread that commits changes in
   groups
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their

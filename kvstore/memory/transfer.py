@@ -22,7 +22,7 @@ import torch
 from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
 from kvstore.config import format_size
 from kvstore.errors import ConfigError
-from kvstore.kernels.cpu.first_touch import FirstTouch
+from kvstore.kernels.cpu.threads import FirstTouch
 from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.memory.layout import KVLayout
 from kvstore.stats import Histogram

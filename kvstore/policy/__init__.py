@@ -3,8 +3,8 @@
 Decides with names, counts and times alone; knows no tier and no tensor.
 
 - `conversation`: which requests belong together
-- `lookahead`: the waiting order: what to read ahead, what to protect
-- `planner`: load, compute, or both from two ends, from measured rates
+- `planner`: load, compute, or both from two ends, from measured rates; the waiting order: what to read ahead, what to
+  protect
 - `policies`: the order of conversations: `fifo`, `lru`, `return`, `auto`; pins and times to live; all of it tied
   together for all tiers
 - `prefixes`: what first prompts have in common, and when others come back to it

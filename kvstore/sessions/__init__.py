@@ -9,10 +9,9 @@ Knows LMDB, Redis and token ids; no KV, no tier and no engine.
 - `repair`: finds a damaged session's intact turns, and makes them the session again
 - `shared/`: the tables in a Redis that several servers share
 - `sharing`: what concerns other servers: who may write, who must carry out a deletion
-- `storage`: where these tables are: LMDB, or memory
+- `storage`: where these tables are: LMDB, or memory; group commits in a thread, and reads, with all that can fail
 - `store`: durable sessions: turns, forks and deletions by their keys; those in memory, bounded
 - `tables`: what one transaction does with sessions
-- `transactions`: group commits in a thread, and reads, with all that can fail
 - `upkeep`: expiry, deletions under way, repair, lost files, numbers
 
 Decisions:

@@ -19,9 +19,8 @@ from kvstore.sessions import tables
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim, Sharing
-from kvstore.sessions.storage import FIRST_MAP_BYTES, DiskTables, MemoryTables, Storage
+from kvstore.sessions.storage import FIRST_MAP_BYTES, IO_ERRORS, DiskTables, MemoryTables, SessionTransactions, Storage
 from kvstore.sessions.tables import View
-from kvstore.sessions.transactions import IO_ERRORS, SessionTransactions
 from kvstore.sessions.upkeep import SessionUpkeep
 
 ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"

@@ -17,8 +17,8 @@ from kvstore.sessions.check import CheckReport
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.repair import AsideTurn, Repaired
+from kvstore.sessions.storage import SessionTransactions
 from kvstore.sessions.tables import View
-from kvstore.sessions.transactions import SessionTransactions
 
 SHOWN = {  # among the counts, by table
     "sessions": tables.HEADS, "turns": tables.TURNS, "refs": tables.REFS, "pending_deletions": tables.TOMBSTONES,

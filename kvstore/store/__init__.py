@@ -6,13 +6,12 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is scheduled
 - `deletion`: deletion by request, and eviction by hand
 - `disk_contents`: what is on disk, also before its index is loaded; what leaves it: evicted, deleted or lost
-- `history`: what a store remembers of its own traffic: times and lengths
+- `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
   reads, and what is read ahead for it
 - `host_conversations`: whose blocks such a host writes and asks for
 - `host_writes`: its writes, while its memory is borrowed for them; tickets
 - `housekeeping`: the thread that polls while nobody steps
-- `learned`: what was learned, kept between starts
 - `parts`: the parts of a store, and the order in which they end
 - `prefetch`: whose blocks are read next
 - `progress`: waiting for what worker threads do; what was in flight at one moment

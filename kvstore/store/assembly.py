@@ -38,7 +38,7 @@ from kvstore.remote.shared import Shared
 from kvstore.remote.tier import RemoteTier
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import KVStore
-from kvstore.store.learned import Learned
+from kvstore.store.history import Learned
 from kvstore.store.parts import DataPlane, StoreParts
 from kvstore.store.progress import StoreProgress
 from kvstore.store.remote import RemoteBlocks, RemoteSource

@@ -3,13 +3,18 @@
 One line of JSON per request, in the `sessions` format of traces, so that `kvstore plan` and the benchmarks can replay
 it. Bounded: there are two files, and the older one is replaced. One thread may take the lines and another write them. A
 file that cannot be written loses lines, but never fails a request.
+
+What was learned of the traffic and the machine is kept beside it. If anything is wrong with the files, everything is
+learned anew.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -17,12 +22,37 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.blocks.ids import BlockId
+from kvstore.disk.check import write_durably
 from kvstore.policy.conversation import Answer
+from kvstore.policy.planner import Planner
+from kvstore.policy.policies import Steering
+from kvstore.stats import StoreStats
 
+FILE_NAME = "policy.json"
+MAX_BYTES = 16 << 20
 FILE, OLDER_FILE = "history.jsonl", "history.1.jsonl"
 MAX_FILE_BYTES = 32 << 20  # some 200,000 requests in each of the two files
 MAX_PENDING = 1 << 16
 SETTLED_S = 5.0  # a request that was only preempted would have come back by then
+MOST_RATES = 15  # so many other models' rates are remembered
+
+
+def read_learned(directory: Path) -> object:
+    """The last written content, or None if there is none. Raises OSError or ValueError."""
+    path = directory / FILE_NAME
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path} is larger than anything that was written to it")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except RecursionError as error:  # a forged file
+        raise ValueError(f"{path} is nested too deeply") from error
+
+
+def write_learned(directory: Path, learned: object) -> None:
+    """Replace the content. Raises OSError."""
+    write_durably(directory / FILE_NAME, json.dumps(learned).encode())
 
 
 class Line(msgspec.Struct, omit_defaults=True):
@@ -145,3 +175,51 @@ def _line(text: str) -> Line | None:
         return _lines.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+
+
+class Learned:
+    """folder: None if nothing is to outlive the process. model: its name, by which rates are remembered."""
+
+    def __init__(self, folder: Path | None, model: str, stats: StoreStats) -> None:
+        self._folder, self._model, self._stats = folder, model, stats
+        self.history = None if folder is None else History(folder)
+        self._read: dict[str, object] = {}
+        try:
+            found = None if folder is None else read_learned(folder)
+            if found is not None and not isinstance(found, dict):
+                raise ValueError("not an object")
+            self._read = found or {}
+        except (OSError, ValueError):
+            stats.policy_file_errors += 1
+        rates = self._read.get("rates")
+        self._rates: dict[str, object] = dict(rates) if isinstance(rates, dict) else {}
+
+    @property
+    def steering(self) -> object:
+        """The steering's state from an earlier process."""
+        return self._read.get("steering")
+
+    def restore(self, planner: Planner) -> None:
+        """Restore the rates of this model on this machine."""
+        try:
+            planner.restore(self._rates.get(self._model))
+        except ValueError:
+            self._stats.policy_file_errors += 1
+
+    def write(self, steering: Steering, planner: Planner, lock: AbstractContextManager[object]) -> None:
+        if self._folder is None:
+            return
+        try:
+            with lock:
+                self._rates.pop(self._model, None)
+                rates = dict(list(self._rates.items())[-MOST_RATES:]) | {self._model: planner.state()}
+                learned = {"steering": steering.state(), "rates": rates}
+            write_learned(self._folder, learned)
+        except (OSError, ValueError, TypeError):
+            self._stats.policy_file_errors += 1
+
+    def write_history(self, lock: AbstractContextManager[object], is_end: bool = False) -> None:
+        if self.history is not None:
+            with lock:
+                lines = self.history.take_lines(time.time(), is_end)
+            self.history.write(lines)

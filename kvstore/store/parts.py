@@ -18,7 +18,7 @@ from kvstore.policy.policies import Steering
 from kvstore.stats import Histogram, StoreStats
 from kvstore.store.control_plane import KVStore, Transfers
 from kvstore.store.deletion import Deletion
-from kvstore.store.learned import Learned
+from kvstore.store.history import Learned
 from kvstore.store.progress import Fence, Stage, StoreProgress
 from kvstore.store.write_back import WriteBack
 

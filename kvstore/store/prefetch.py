@@ -12,8 +12,7 @@ from itertools import count
 from kvstore.disk.io_queue import Rank
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
-from kvstore.policy.lookahead import SAVE_SHARE, LookAhead
-from kvstore.policy.planner import LoadChoice, Way
+from kvstore.policy.planner import SAVE_SHARE, LoadChoice, LookAhead, Way
 from kvstore.store.requests import Requests, Tracked
 
 BLANK_SHARE = 16  # one in so many arena blocks is kept empty, so that a read never waits for an eviction

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from kvstore.service.api.context import context_of
 from kvstore.service.api.schema import read_body
-from kvstore.service.http.routes import Route, json_response
+from kvstore.service.http.errors import Route, json_response
 
 
 class EvictBody(msgspec.Struct, kw_only=True, rename={"everything": "all"}, omit_defaults=True):

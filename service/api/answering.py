@@ -14,8 +14,7 @@ from aiohttp import web
 from kvstore.engine.outputs import Piece
 from kvstore.engine.turns import Turn
 from kvstore.service.api.context import EXCHANGE
-from kvstore.service.http.errors import ApiError, ReaderGone, api_error
-from kvstore.service.http.routes import json_response
+from kvstore.service.http.errors import ApiError, ReaderGone, api_error, json_response
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -14,8 +14,7 @@ from kvstore.engine.sessions.chat import Language
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import Messages, TokenId, accept, check_model, messages_of, num_chars_of
-from kvstore.service.http.errors import bad_request
-from kvstore.service.http.routes import Route, json_response
+from kvstore.service.http.errors import Route, bad_request, json_response
 
 MAX_TOKENIZED_CHARS = 2**20
 

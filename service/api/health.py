@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from kvstore.service.api.context import Context, context_of
+from kvstore.service.http.errors import Route, json_response
 from kvstore.service.http.logs import log
-from kvstore.service.http.routes import Route, json_response
 
 WATCH_S = 5.0
 

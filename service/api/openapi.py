@@ -12,8 +12,7 @@ import msgspec
 from aiohttp import web
 
 from kvstore import __version__
-from kvstore.service.http.errors import ErrorBody
-from kvstore.service.http.routes import PARAMETER, Route
+from kvstore.service.http.errors import PARAMETER, ErrorBody, Route
 
 VERSION = "3.1.0"
 REF = "#/components/schemas/{name}"

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from kvstore.service.http.errors import ApiError
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import ApiError, Route
 
 WEB = Path(__file__).parent.parent / "web"
 TYPES = {

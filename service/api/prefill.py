@@ -16,8 +16,7 @@ from kvstore.remote.prefill import PATH
 from kvstore.service.api.context import EXCHANGE, context_of
 from kvstore.service.api.openai.stateless import ended
 from kvstore.service.api.schema import TokenId, read_body
-from kvstore.service.http.errors import NO_RETRY, ApiError
-from kvstore.service.http.routes import Route, json_response
+from kvstore.service.http.errors import NO_RETRY, ApiError, Route, json_response
 
 SHARE_S = 60.0  # for what was computed to be stored
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)

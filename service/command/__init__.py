@@ -4,7 +4,6 @@ Starts without torch; each command imports what it needs.
 
 - `plan/`: `kvstore plan`
 - `cli`: the `kvstore` command: its commands and exit codes, and variables that are misspelt
-- `flags_page`: docs/flags.md: every flag of every command in one table, made of what the help is made of
 - `progress`: how far something that takes its time has come, on stderr
 - `store`: `kvstore stats`, `evict`, `verify`, `compact`, `sessions`
 - `store_tables`: what commands on a store print for a person

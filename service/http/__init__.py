@@ -4,10 +4,9 @@ Knows no route.
 
 - `access`: keys, tenants, Host and Origin
 - `connection`: TCP connections: deadlines of heads and readers, the cap, enough open files
-- `errors`: errors in OpenAI's shape, and which exception becomes which
+- `errors`: errors in OpenAI's shape, which exception becomes which, and a route with the errors that it may answer
 - `limits`: how much runs and waits, how long a request may take
 - `logs`: one line a request, text or JSON
-- `routes`: what a route declares, and how it answers in JSON
 
 Decisions:
 

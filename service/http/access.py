@@ -14,8 +14,7 @@ from aiohttp import web
 
 from kvstore.errors import ConfigError
 from kvstore.remote.address import read_private
-from kvstore.service.http.errors import ApiError
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import ApiError, Route
 from kvstore.service.settings.serve_options import ServeOptions, check_key
 
 TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")

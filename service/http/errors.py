@@ -1,10 +1,14 @@
 """Errors as clients see them: one shape, OpenAI's, with a stable `code`.
 
-Knows no route. The text of an unexpected exception never reaches a client.
+`Route` is a row of the table of routes. The text of an unexpected exception never reaches a client.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -13,6 +17,9 @@ from kvstore import errors as kv
 
 NO_RETRY = {"x-should-retry": "false"}  # the OpenAI SDK would else send a 409 or a 5xx again
 RETRY_AFTER_S = 5  # of a 503, where nothing else is known
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Access = Literal["public", "user", "admin", "fleet"]
+PARAMETER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{[^{}]*\})+))?\}")  # of a path: its name, and its pattern if it has one
 
 
 class ErrorInfo(msgspec.Struct):
@@ -82,6 +89,7 @@ _REFUSED: tuple[tuple[type[Exception], int, str], ...] = (  # with the error's o
     (kv.ConfigError, 400, "invalid_value"),  # arguments of an administrator's command
 )
 
+
 _UNAVAILABLE: tuple[tuple[type[Exception], str, str], ...] = (  # with this message, else the error's own
     (kv.EngineClosedError, "engine_closed", "the server is shutting down or its engine has failed"),
     (kv.EngineDiedError, "engine_died", "the engine has ended and may be started again; try again"),
@@ -140,3 +148,34 @@ def _http_error(error: web.HTTPException) -> ApiError:
     if error.status >= 500:
         return ApiError(error.status, "internal error", type="server_error", code="internal_error")
     return ApiError(error.status, error.reason, code="bad_request")
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route of the service. body, answer, status: types of the JSON and the status of a success, for the
+    description of the interface.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    summary: str
+    body: type | None = None
+    answer: type | None = None
+    tag: str = ""
+    status: int = 200
+
+    def __post_init__(self) -> None:
+        if self.body is not None:
+            msgspec.json.Decoder(self.body)  # any thread may decode it from now on (see `kvstore.disk.records`)
+
+    @cached_property
+    def template(self) -> str:
+        """The path with the names of its parameters alone, such as /sessions/{id}."""
+        return PARAMETER.sub(r"{\1}", self.path)
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers)

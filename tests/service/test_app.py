@@ -14,9 +14,8 @@ from kvstore.service.api import page
 from kvstore.service.api.context import EXCHANGE, context_of, tenant_of
 from kvstore.service.app import ROUTES
 from kvstore.service.http.access import EXPOSED
-from kvstore.service.http.errors import ApiError, api_error
+from kvstore.service.http.errors import ApiError, Route, api_error, json_response
 from kvstore.service.http.logs import LOGGER
-from kvstore.service.http.routes import Route, json_response
 from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, server_fixture, serving
 from tests.support.waiting import wait_until
 

@@ -19,7 +19,7 @@ from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.chat import Language
 from kvstore.errors import ConfigError, KVStoreError, ModelError
 from kvstore.service.api.answering import EventStream
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import Route
 from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.server_process import launch, launched

@@ -25,7 +25,7 @@ from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, Steps
-from kvstore.store import assembly, housekeeping, learned, progress, tiered
+from kvstore.store import assembly, history, housekeeping, progress, tiered
 from tests.simulation import checks
 from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
 from tests.simulation.parts import START_S, Arena, Book, Clock, Condition, Thread, WatchedCpu, WatchedPool
@@ -132,7 +132,7 @@ class Simulation:
         }  # fmt: skip
         time, threading = {"time": clock.module}, {"threading": threads}
         virtual = {
-            assembly: parts, progress: time | threading, housekeeping: time | threading, learned: time, tiered: time,
+            assembly: parts, progress: time | threading, housekeeping: time | threading, history: time, tiered: time,
             "kvstore.disk.io_queue": time, "kvstore.store.disk_contents": threading,
             "kvstore.store.write_back": {"PAGE_BYTES": PAGE_BYTES, "MAX_QUEUED_BYTES": self.config.max_queued_bytes},
             "kvstore.policy.planner": {"ASSUMED_READ_RATE": self.book.block_bytes / 0.005, "LEAST_CHUNK_TOKENS": 16},

@@ -2,10 +2,8 @@
 
 Knows no process and no step; a rank is given its `Part`.
 
-- `cutting`: a network of which this rank reads and holds only its part
+- `cutting`: a network of which this rank reads and holds only its part, by transformers' plan of it
 - `group`: what ranks do together (sum, gather, agree, send and receive) with gloo or NCCL, and where they meet
-- `linears`: products with a part of a weight, made whole
-- `plan`: how a model is divided: transformers' plan of it, read as data
 - `stages`: a network with some of the layers, and its forward together with the other stages
 
 Decisions:

@@ -1,13 +1,17 @@
 """A network of which this rank holds a part. It is cut while it is empty, and its weights are read in parts.
 
-Then modules are added that make results whole where the plan says so.
+The plan is the one that transformers carries for the family, read as data. Then modules are added that make results
+whole where it says so.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,143 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from kvstore.engine.model.parallel.group import Group, Part
-from kvstore.engine.model.parallel.linears import GatheredLinear, SummedEmbedding, SummedLinear, sum_outputs
-from kvstore.engine.model.parallel.plan import WHOLE_LAYERS, Cut, Division, cut_of, part_of, read_plan, style_of
 from kvstore.engine.model.parallel.stages import ONE_STAGE, NoEmbedding, keep_stage, own_layers
 from kvstore.errors import UnsupportedModelError
 
+WHOLE_LAYERS = {"tensor_parallel_size": 1}  # with which any model works
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _MERGES = {"MergeModulelist", "Concatenate"}  # of experts' weights, each of which can be cut before it is merged
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Cut(Enum):
+    """Along which axis a weight, [..., outputs, inputs], is divided."""
+
+    OUTPUTS = "outputs"
+    INPUTS = "inputs"
+    PACKED = "packed"  # the outputs of two products: each is divided
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What a plan says about a module or a parameter."""
+
+    cut: Cut | None = None
+    gathers: bool = False  # the whole output is wanted
+    sums: bool = False  # the ranks' outputs are added up
+
+
+STYLES = {
+    "colwise": Division(Cut.OUTPUTS),
+    "colwise_gather_output": Division(Cut.OUTPUTS, gathers=True),
+    "packed_colwise": Division(Cut.PACKED),
+    "rowwise": Division(Cut.INPUTS, sums=True),
+    "rowwise_split_input": Division(Cut.INPUTS, sums=True),
+    "embedding_rowwise": Division(Cut.OUTPUTS, sums=True),  # rows of its weight: some of the vocabulary
+    "moe_tp_experts": Division(sums=True),
+    "all_reduce": Division(sums=True),
+    "replicated_with_grad_allreduce": Division(),
+}
+
+
+def read_plan(network: Any) -> dict[str, Division]:
+    """The divisions by pattern, in which `*` stands for a number. Raises UnsupportedModelError."""
+    name, plan = type(network).__name__, getattr(network, "tp_plan", None) or {}
+    if not any(pattern.startswith(f"{network.base_model_prefix}.") for pattern in plan):
+        raise UnsupportedModelError(f"{name} has no plan of tensor parallelism", WHOLE_LAYERS)
+    for pattern, style in plan.items():
+        if style not in STYLES or pattern.endswith("bias"):
+            why = f"the plan of {name} divides {pattern} as {style}, which is not known here"
+            raise UnsupportedModelError(why, WHOLE_LAYERS)
+    return {pattern: STYLES[style] for pattern, style in plan.items()}
+
+
+def style_of(plan: Mapping[str, Division], name: str) -> Division | None:
+    """The division of a module or a parameter; None if the plan does not mention it."""
+    return plan.get(_NUMBER.sub(".*", name))
+
+
+def cut_of(plan: Mapping[str, Division], parameter: str) -> Cut | None:
+    """How a parameter is divided. A bias is divided as its weight, unless it is added to a sum: then it stays whole."""
+    own = style_of(plan, parameter)
+    if own is not None:
+        return own.cut
+    module, _, leaf = parameter.rpartition(".")
+    style = style_of(plan, module)
+    if style is None or leaf not in ("weight", "bias") or (leaf == "bias" and style.cut is Cut.INPUTS):
+        return None
+    return style.cut
+
+
+def part_of(count: int, rank: int, size: int, what: str) -> slice:
+    """This rank's share of `count` things. Raises UnsupportedModelError if they cannot be divided equally."""
+    if count % size:
+        why = f"{count} {what} cannot be divided among {size} ranks"
+        raise UnsupportedModelError(why, {"tensor_parallel_size": max(n for n in range(1, size) if count % n == 0)})
+    return slice(count // size * rank, count // size * (rank + 1))
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which each rank has some inputs. The results are summed, then the bias is added once.
+
+    Takes this rank's part of the input, or the whole input.
+    """
+
+    def __init__(self, linear: nn.Linear, group: Group) -> None:
+        super().__init__()
+        self._group, self.bias = group, linear.bias
+        linear.bias = None
+        self.part = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = self.part.in_features
+        if x.shape[-1] != width:
+            x = x[..., part_of(x.shape[-1], self._group.rank, self._group.size, "inputs")]
+        summed = self._group.sum(self.part(x))
+        return summed if self.bias is None else summed.add_(self.bias)
+
+
+class GatheredLinear(nn.Module):
+    """A linear layer of which each rank has some outputs; returns all."""
+
+    def __init__(self, linear: nn.Linear, group: Group) -> None:
+        super().__init__()
+        self.part, self._group = linear, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._group.gather(self.part(x))
+
+
+class SummedEmbedding(nn.Module):
+    """An embedding of which each rank has some tokens, with zeros for the others; the results are summed."""
+
+    def __init__(self, embedding: nn.Embedding, group: Group) -> None:
+        super().__init__()
+        self.part, self._group = embedding, group
+        embedding.padding_idx = None  # the padding token may be another rank's
+        num_own = len(embedding.weight)
+        self._first = num_own * group.rank
+        self.num_embeddings = num_own * group.size
+
+    @property
+    def weight(self) -> Tensor:
+        return self.part.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        own = token_ids - self._first
+        is_own = (own >= 0) & (own < len(self.weight))
+        found = self.part(torch.where(is_own, own, 0))
+        return self._group.sum(found.masked_fill_(~is_own.unsqueeze(-1), 0))
+
+
+def sum_outputs(module: nn.Module, group: Group) -> None:
+    """Sum the outputs of a module that has a part of its parameters and whose forward returns one tensor."""
+    forward = module.forward
+
+    def summed(*args: Any, **kwargs: Any) -> Tensor:
+        return group.sum(forward(*args, **kwargs))
+
+    module.__dict__["forward"] = summed
 
 
 def check_divides(config: Any, part: Part) -> None:

@@ -2,11 +2,9 @@
 
 Decides nothing about requests.
 
-- `draw`: draws one token from each row of logits: argmax, and inverse CDF with top-k and top-p
 - `graphs`: decode steps and short prompts as CUDA graphs: captured at start, replayed with padding
-- `flight`: a step between its launch and its end, here and on the ranks with the other parts of a model
-- `runner`: runs one step of the scheduler on the model
-- `sampler`: how each row of the batch is sampled
+- `runner`: runs one step of the scheduler on the model, and steps that are in flight
+- `sampler`: how each row of the batch is sampled: argmax, and inverse CDF with top-k and top-p
 - `tensors`: a step's arrays on the device, in one copy; those of graphs, where they stay
 
 Decisions:

@@ -7,8 +7,11 @@ the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,18 +22,170 @@ from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch, StepInputs
 from kvstore.engine.core.request import Request
-from kvstore.engine.core.scheduler import NewRow, SchedulerOutput
+from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.engine.model.devices import warm_up
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
-from kvstore.engine.model.step.draw import SampledTokens
-from kvstore.engine.model.step.flight import Flight, Launched, NoOthers, Others, StepClock
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
-from kvstore.engine.model.step.sampler import Sampler
+from kvstore.engine.model.step.sampler import Drawn, SampledTokens, Sampler
 from kvstore.engine.model.step.tensors import fill_in, step_tensors
 from kvstore.engine.outputs import TokenLogprob
+from kvstore.errors import EngineDiedError
 from kvstore.kernels.cpu.threads import Team
 from kvstore.kernels.paged_batch import start_to_host, to_device
+from kvstore.store.seam import Prefilled
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step that the device may still be computing."""
+
+    scheduled: tuple[Scheduled, ...]
+    num_prefill_tokens: int = 0  # 0 if its time is not to be noted
+    start: torch.cuda.Event | None = None  # None on a CPU, as is `end`
+    end: torch.cuda.Event | None = None
+    seconds: float = 0.0  # that the launch took, which on a CPU computes the step
+    sampling: Sequence[int] = ()  # indices in `scheduled` of the requests that sample
+    num_samples: Sequence[int] = ()  # of each of these
+    rows: np.ndarray | None = None  # their rows in the batch; valid until the next launch
+    positions: np.ndarray | None = None  # of their tokens
+    drawn: Drawn | None = None
+    on_host: torch.Tensor | None = None  # has the tokens once `end` is reached
+    is_open: bool = False  # whether its logits still have to come back from a pipeline's last stage
+
+    def note_samples(self, inputs: StepInputs) -> None:
+        self.sampling = [i for i in inputs.order.tolist() if self.scheduled[i].num_samples]
+        self.num_samples = [self.scheduled[i].num_samples for i in self.sampling]
+        self.positions = inputs.positions[inputs.sample_tokens] + 1
+
+    @property
+    def sampling_ids(self) -> list[str]:
+        return [self.scheduled[i].request_id for i in self.sampling]
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Only these of the requests that sample."""
+        self.sampling = [self.sampling[index] for index in kept]
+        self.num_samples = [self.num_samples[index] for index in kept]
+
+
+class StepClock:
+    """Times steps on their device, to know how fast prompts are computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index if device.type == "cuda" else -1  # -1: no device is set
+        self._prefilled: list[Prefilled] = []  # that nobody has asked for yet
+        self._is_warm = False
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event on the device's clock; None on a CPU, where a step has ended when its call returns."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def end(self, launched: Launched, output: SchedulerOutput, seconds: float) -> None:
+        """Note that the launch took so many seconds, which on a CPU is the time of the step."""
+        launched.end, launched.seconds = self.mark(), seconds
+        count = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
+        has_loaded = output.plan is not None and bool(output.plan.loads)  # such a step has waited for its loads, too
+        if 2 * count > output.num_tokens and not has_loaded and self._is_warm:  # the first step is slow
+            launched.num_prefill_tokens = count
+        self._is_warm = True
+
+    def wait(self, launched: Launched) -> None:
+        """Wait until the step has ended. For CUDA."""
+        assert launched.end is not None
+        with torch.cuda.device(self._index):  # see `kvstore.memory.streams`
+            launched.end.synchronize()
+        self.note(launched)
+
+    def note(self, launched: Launched) -> None:
+        """Note the time of a step that has ended."""
+        if launched.num_prefill_tokens:
+            seconds = launched.seconds
+            if launched.start is not None and launched.end is not None:
+                seconds = launched.start.elapsed_time(launched.end) / 1000
+            self._prefilled.append(Prefilled(launched.num_prefill_tokens, seconds))
+
+    def take_prefilled(self) -> Sequence[Prefilled]:
+        """The times that were noted since the last call."""
+        found, self._prefilled = self._prefilled, []
+        return found
+
+
+class Others(Protocol):
+    """The other ranks. Only the thread that steps calls it. These methods do nothing."""
+
+    def check(self) -> None:
+        """Raises EngineDiedError if one has ended. A device does not notice that, and goes on with wrong sums."""
+        return
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """If another rank has caused an error in this context, raise that rank's error instead."""
+        return nullcontext()
+
+    def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
+        """Let them compute this step, too. block_table: of all rows of the batch; copies: HBM blocks to copy first."""
+        return
+
+    def end_forward(self, num_samples: int) -> None:
+        """Called on the first stage of a pipeline, before this rank waits for so many rows of the oldest step."""
+        return
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """Overwrite these HBM blocks with zeros."""
+        return
+
+    def kill(self) -> None:
+        """End them: this rank has left a forward, for which they may wait for ever."""
+        return
+
+
+class NoOthers(Others):
+    """For a model that one rank computes."""
+
+
+class Flight:
+    """Steps between their launch and the end of their forward on all ranks. end: see `PositionFreeModel.end`."""
+
+    def __init__(self, end: Callable[[int], Tensor], others: Others) -> None:
+        self.others = others
+        self._end = end
+        self._open = deque[int]()  # samples of each step whose logits still have to come from the last stage
+        self._is_in_forward = False
+
+    def begin(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
+        """A forward begins here; see `Others.begin_step`."""
+        self.others.begin_step(inputs, block_table, copies)
+        self._is_in_forward = True
+
+    def computed(self, launched: Launched, logits: Tensor | None) -> None:
+        """The forward has ended here. Notes whether the step is open."""
+        self._is_in_forward = False
+        launched.is_open = logits is None and bool(launched.sampling)
+        if launched.is_open:
+            self._open.append(len(launched.sampling))
+
+    def end(self) -> Tensor:
+        """Wait for the logits of the oldest open step."""
+        num_samples = self._open.popleft()
+        self.others.end_forward(num_samples)
+        self._is_in_forward = True
+        logits = self._end(num_samples)
+        self._is_in_forward = False
+        return logits
+
+    def reset(self) -> None:
+        """Called after an error. Waits for the steps in flight, unless this rank has left a forward."""
+        with suppress(EngineDiedError):
+            while self._open and not self._is_in_forward:
+                self.end()
+        if self._is_in_forward:
+            self.others.kill()
+        self._open.clear()
+        self._is_in_forward = False
 
 
 class ModelRunner:

@@ -15,8 +15,7 @@ from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.sessions.turns import TurnResult
-from kvstore.service.http.errors import bad_request
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import Route, bad_request
 
 PATH = "/v1/chat/completions"
 Turns = Sequence[Turn[TurnResult]]

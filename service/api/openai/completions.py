@@ -28,8 +28,7 @@ from kvstore.service.api.schema import (
     sampling_params,
     sum_usage,
 )
-from kvstore.service.http.errors import bad_request
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import Route, bad_request
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

@@ -29,8 +29,7 @@ from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, 
 from kvstore.service.api.schema import accept, sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
-from kvstore.service.http.errors import ApiError
-from kvstore.service.http.routes import Route, json_response
+from kvstore.service.http.errors import ApiError, Route, json_response
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"

@@ -22,8 +22,7 @@ from kvstore.service.api.sessions.turns import (
     open_turn,
     request_key_of,
 )
-from kvstore.service.http.errors import bad_request
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import Route, bad_request
 from kvstore.sessions.record import SessionKey
 
 ROUTE = "/chat"

@@ -21,8 +21,7 @@ from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.chat import MessageOut
-from kvstore.service.http.errors import bad_request
-from kvstore.service.http.routes import Route, json_response
+from kvstore.service.http.errors import Route, bad_request, json_response
 from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
 
 T = TypeVar("T")

@@ -18,10 +18,9 @@ from kvstore.engine import async_engine
 from kvstore.engine.client.messages import End, Facts, Opened, Submit, Updates, decode_outbound, encode
 from kvstore.engine.client.remote import MAX_REQUESTS, READ, RemoteCore
 from kvstore.engine.client.requests import CoreClient
-from kvstore.engine.core.news import Said, Update
-from kvstore.engine.process.channel import Channel
+from kvstore.engine.core.request import Said, Update
+from kvstore.engine.process.channel import Channel, Start
 from kvstore.engine.process.child import Child, Heart
-from kvstore.engine.process.wire import Start
 from kvstore.engine.program import CoreServer
 from kvstore.errors import (
     ConfigError,

@@ -26,9 +26,9 @@ from kvstore.engine.client.messages import (
     encode,
 )
 from kvstore.engine.client.requests import CoreClient
-from kvstore.engine.core.news import Ended, Said, Update
+from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
-from kvstore.engine.process.wire import Failed
+from kvstore.engine.process.channel import Failed
 from kvstore.errors import (
     ContextLengthError,
     EngineDiedError,

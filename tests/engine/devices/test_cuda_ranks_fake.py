@@ -17,7 +17,7 @@ from kvstore.config import MAX_SAVE_BYTES
 from kvstore.engine.model import devices as model_devices
 from kvstore.engine.model.devices import CUDA_FRACTION
 from kvstore.engine.model.step import runner
-from kvstore.engine.model.step.flight import StepClock
+from kvstore.engine.model.step.runner import StepClock
 from kvstore.engine.process import child
 from kvstore.engine.process.child import spawned
 from kvstore.errors import ConfigError, EngineDiedError

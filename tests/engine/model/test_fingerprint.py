@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kvstore.disk.weights import weights_digest
-from kvstore.engine.model.fingerprint import fingerprint
-from kvstore.engine.model.loading import load
+from kvstore.engine.model.loading import fingerprint, load
 from kvstore.engine.model.probe import intercept
 from tests.support.engines import save_model
 from tests.support.models import make_model

@@ -18,9 +18,8 @@ import pytest
 from kvstore import CacheTiers, Engine
 from kvstore.engine.client.remote import MAX_DELAY_S, WINDOW_S, Restarts
 from kvstore.engine.process import child
-from kvstore.engine.process.channel import Channel, Readiness
+from kvstore.engine.process.channel import Channel, Readiness, Start
 from kvstore.engine.process.child import SPIN_COUNT, Child, Heart, spin_briefly
-from kvstore.engine.process.wire import Start
 from kvstore.errors import EngineDiedError
 from tests.support.faults import before_each, constants, fail
 from tests.support.ranks import is_gone

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from kvstore import Engine
-from kvstore.engine.ranks.launch import Door, entered
+from kvstore.engine.ranks.ranks import Door, entered
 from kvstore.errors import ConfigError, EngineDiedError
 from tests.support.engines import ask, greedy, open_engine
 from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone

@@ -10,8 +10,7 @@ import pytest
 
 from kvstore import CacheTiers, Engine
 from kvstore.engine.process import child
-from kvstore.engine.ranks.launch import started_here
-from kvstore.engine.ranks.ranks import Ranks
+from kvstore.engine.ranks.ranks import Ranks, started_here
 from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
 from tests.support.engines import (
     counters,

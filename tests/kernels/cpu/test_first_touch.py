@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvstore.blocks.records import Save, TransferPlan
-from kvstore.kernels.cpu import first_touch
-from kvstore.kernels.cpu.first_touch import FirstTouch
+from kvstore.kernels.cpu import threads as cpu_threads
+from kvstore.kernels.cpu.threads import FirstTouch
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena, Transfer
 from tests.support.faults import constants
@@ -51,7 +51,7 @@ def test_contents_stay_and_every_row_may_be_reached() -> None:
 def test_saves_have_the_memory_behind_them_touched() -> None:
     gc.collect()  # not in the middle of the test
     before = resident_bytes()
-    with constants(first_touch, AHEAD_BYTES=16 << 20):
+    with constants(cpu_threads, AHEAD_BYTES=16 << 20):
         layout = KVLayout(2, 8, 128, 64, torch.float32, (None, None))
         arena = Arena(layout, num_arena_blocks=80, pin=False)  # of 1 MiB
         transfer = Transfer(arena)

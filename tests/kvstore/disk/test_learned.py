@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.learned import FILE_NAME, MAX_BYTES, read_learned, write_learned
+from kvstore.store.history import FILE_NAME, MAX_BYTES, read_learned, write_learned
 from tests.support.engines import ask, counters, greedy, open_engine, settle, tokens
 
 PROMPT = tokens(1, 100)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvstore.policy.conversation import Conversation, Conversations
-from kvstore.policy.lookahead import LookAhead
+from kvstore.policy.planner import LookAhead
 
 
 def conversation(number: int) -> Conversation:

@@ -8,9 +8,8 @@ import pytest
 
 from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.storage import DiskTables
+from kvstore.sessions.storage import DiskTables, SessionTransactions
 from kvstore.sessions.tables import COUNTERS
-from kvstore.sessions.transactions import SessionTransactions
 from tests.children.session_child import TENANT, content, expected, make_turn, open_file, talk
 from tests.support.faults import largest_file
 from tests.support.waiting import TIMEOUT_S, wait_until

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31
 from kvstore import SamplingParams
 from kvstore.service.api.openapi import describe
 from kvstore.service.app import ROUTES
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import Route
 from tests.support.service.serving import ADMIN_KEY, KEY, server_fixture
 
 DOCUMENT = describe(ROUTES)

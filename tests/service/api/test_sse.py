@@ -11,8 +11,7 @@ import pytest
 
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.answering import EventStream
-from kvstore.service.http.errors import ApiError
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import ApiError, Route
 from tests.support.service.serving import raw_request, read_to_end, server_fixture, serving
 from tests.support.waiting import TIMEOUT_S
 

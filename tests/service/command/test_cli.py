@@ -18,9 +18,9 @@ from kvstore.engine.outputs import CachedTokensDetails, Usage
 from kvstore.errors import ModelError
 from kvstore.service.command import cli, terminal
 from kvstore.service.command.cli import command_of
-from kvstore.service.command.flags_page import flags_page
 from kvstore.service.settings.engine_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
+from tests.support.flags_page import flags_page
 from tests.support.service.fake_engine import FakeEngine, make_output
 from tests.support.service.server_process import run_command, without_progress
 from tests.support.shared_sessions import SECRET_TEXT as SECRET
@@ -92,7 +92,7 @@ def test_help_of_a_command_shows_every_flag_and_examples(run, command):
 
 def test_the_page_of_all_flags_is_current():
     found = (ROOT / "docs" / "flags.md").read_text()
-    assert found == flags_page(), "write it anew: python -m kvstore.service.command.flags_page > docs/flags.md"
+    assert found == flags_page(), "write it anew: python -m tests.support.flags_page > docs/flags.md"
     for command in (command_of(name)[1] for name in COMMANDS):
         assert all(f"| `{option.flag}" in found for option in command.options)
 

@@ -5,8 +5,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from kvstore.errors import ConfigError
 from kvstore.service.http.access import Access
-from kvstore.service.http.errors import ApiError
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import ApiError, Route
 from kvstore.service.settings.options import flags_of
 from kvstore.service.settings.serve_options import ServeOptions
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvstore.service.app import ROUTES
-from kvstore.service.http.routes import Route
+from kvstore.service.http.errors import Route
 from kvstore.service.server import Server
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.waiting import TIMEOUT_S, wait_in_loop

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from kvstore.connector import NullConnector
 from kvstore.engine.model.loading import load
+from kvstore.engine.model.parallel.cutting import read_plan
 from kvstore.engine.model.parallel.group import Part
-from kvstore.engine.model.parallel.plan import read_plan
 from kvstore.engine.model.probe import intercept
 from kvstore.errors import ConfigError, UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch

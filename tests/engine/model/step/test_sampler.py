@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.engine.model.step.draw import LOWEST_LOGPROB, TOP_WIDTHS
-from kvstore.engine.model.step.sampler import Sampler, uniforms
+from kvstore.engine.model.step.sampler import LOWEST_LOGPROB, TOP_WIDTHS, Sampler, uniforms
 from kvstore.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """docs/flags.md: every flag of every command in one table, made of what the help is made of.
 
-`python -m kvstore.service.command.flags_page > docs/flags.md` writes it.
+`python -m tests.support.flags_page > docs/flags.md` writes it.
 """
 
 from kvstore.service.command.cli import command_of
