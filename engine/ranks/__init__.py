@@ -2,9 +2,10 @@
 
 The first rank is the process that has the scheduler and the store. Knows no request and no block id.
 
-- `follower`: what another rank does with a step, and the messages between it and the first one
+- `follower`: what another rank does with a step
 - `on_ray`: ranks that Ray starts, on any number of machines
 - `ranks`: the other ranks, as the first rank sees them: how they are started, let in and watched
+- `wire`: the messages between the first rank and another one
 
 Decisions:
 

@@ -24,7 +24,7 @@ from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.process.channel import Failed, Start, encode, error_of, failure_of
 from kvstore.engine.process.child import SHOW_S, SLOW_FACTOR, Child
-from kvstore.engine.ranks.follower import (
+from kvstore.engine.ranks.wire import (
     EndForward,
     FromRank,
     Leave,
