@@ -53,6 +53,7 @@ from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.process.pulse import Heart
 from kvstore.engine.progress import KERNELS, begin
 from kvstore.engine.ranks.ranks import Ranks, end_hung
+from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.errors import ConfigError, EngineClosedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.memory.ranked import OtherRanks
@@ -81,6 +82,7 @@ class LocalCore:
         with ExitStack() as opened:
             with WAITING.allowed():
                 self._build(config, directory, opened, heart, silence_s)
+            self._compiler.wait_for_table()  # it would stop the steps
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
@@ -103,6 +105,8 @@ class LocalCore:
             self._call_token_ids = loaded.call_token_ids
             self._events = open_events(config, loaded.name)
             held.pop_all()
+        self._compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
+        opened.callback(self._compiler.close)
         begin(KERNELS)
         if self._events is not None:
             opened.callback(self._events.close)
@@ -167,7 +171,11 @@ class LocalCore:
     # -- requests ----------------------------------------------------------------------------------------------------
     def submit(self, prompts: Sequence[Submit]) -> None:
         self.check_open()
-        self.loop.inbox.put(self.loop.add, [self._request(prompt) for prompt in prompts])
+        requests = [self._request(prompt) for prompt in prompts]
+        self.loop.inbox.put(self.loop.add, requests)
+        for first in requests:
+            if first.params.structured_outputs is not None:
+                self._compiler.prepare(first, partial(self.loop.inbox.put, self.loop.admit))
 
     def _request(self, prompt: Submit) -> Request:
         params = prompt.params

@@ -16,7 +16,7 @@ from kvstore.engine.client.messages import Answered, Called, Close, Submit, Upda
 from kvstore.engine.core.news import Ended, Update
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Heart
-from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.errors import EngineClosedError, KVStoreError, RequestError
 
 POLL_MS = 1000  # how often to check whether the engine has ended by itself
 MAX_CALLS = 32  # that run at once; others wait for their turn
@@ -93,7 +93,8 @@ class CoreServer:
         for update in updates:
             if update.ended is not None and update.ended.error is not self._told:
                 self._told = error = update.ended.error
-                if error is not None:  # once for all requests that it has ended
+                # Once for all requests that it has ended. What is wrong with one request is its caller's.
+                if error is not None and not isinstance(error, RequestError):
                     why = f"{type(error).__name__}: {error}"
                     print(f"kvstore: a step of the engine failed: {why}", file=sys.stderr, flush=True)
         self._heart.rest()  # the front may be slow

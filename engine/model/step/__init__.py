@@ -7,6 +7,7 @@ Decides nothing about requests.
 - `forms`: what each graph computes, and the tensors that all of them read and write
 - `graphs`: decode steps and short prompts as CUDA graphs: captured at start, replayed with padding
 - `launched`: a step between its launch and its end, and how long it took
+- `masks`: which tokens the grammars of rows allow next
 - `others`: what the ranks with the other parts of a model are told of a step
 - `runner`: runs one step of the scheduler on the model
 - `sampler`: how each row of the batch is sampled
@@ -30,6 +31,10 @@ A model that waits for the device, for example because its routing counts tokens
 step refuses every wait. Torch refuses waits for the whole process, so steps and starts of other engines wait until the
 trial has ended. Such a model runs eagerly, with a line in the log. So does a model whose replay gives other logits than
 the same work done eagerly over the same tensors. A capture that fails takes torch's allocator out of its pool again.
+
+A row with a grammar is drawn when that has consumed the row's last token. A step that is launched ahead computes its
+logits meanwhile and draws later: when its tokens are read, or before the next step is launched. The matcher belongs to
+the request, so it outlives the row.
 
 A decode step waits for the device once, for its tokens. Special token ids mark the rows to look at again.
 

@@ -27,9 +27,9 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def argmax_of_usable(logits: Tensor) -> Tensor:
-    """As `argmax`, but NaN counts as the lowest number."""
+    """As `argmax`, but NaN counts as the lowest number that is not forbidden (-inf)."""
     lowest = torch.finfo(torch.float32).min
-    return logits.float().nan_to_num_(nan=lowest, neginf=lowest).argmax(-1)
+    return logits.float().nan_to_num_(nan=lowest, neginf=-torch.inf).argmax(-1)
 
 
 def draw_all(scaled: Tensor, numbers: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Launched:
     num_samples: Sequence[int] = ()  # of each of these
     rows: np.ndarray | None = None  # their rows in the batch; valid until the next launch
     positions: np.ndarray | None = None  # of their tokens
+    held: tuple[np.ndarray, torch.Tensor] | None = None  # rows and logits that are drawn later
     drawn: Drawn | None = None
     on_host: torch.Tensor | None = None  # has the tokens once `end` is reached
     is_open: bool = False  # whether its logits still have to come back from a pipeline's last stage
