@@ -147,7 +147,7 @@ def _schema_text(kind: str, schema: object) -> str:
         if isinstance(error, RequestError):
             raise
         raise _refused(kind, f"the schema is no JSON: {error}") from None
-    if not isinstance(parsed, dict | bool):
+    if not isinstance(parsed, dict):
         raise _refused(kind, f"the schema is {text[:40]!r}; give an object")
     _check_schema(kind, parsed)
     return text

@@ -22,8 +22,8 @@ from kvstore.errors import EngineClosedError, RequestError
 MAX_KEPT = 128  # compiled grammars
 STACK_BYTES = 2**28  # the compiler follows references of a schema recursively: 64 KiB of them need some 40 MiB
 MAX_FAULT_CHARS = 400
-# The fuel of one mask, some milliseconds at most: other requests of a step wait for it.
-LIMITS = LLParserLimits(step_lexer_fuel=50_000, verbose_errors=False)  # type: ignore[no-untyped-call]
+# Work of the compiler, about 0.2 s at most, and of one mask, some milliseconds, for which the step's other rows wait.
+LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, verbose_errors=False)  # type: ignore[no-untyped-call]
 
 Then = Callable[[Request, Exception | None], None]
 

@@ -97,12 +97,7 @@ def _terms(text: str, special_token_ids: Mapping[str, int]) -> list[str]:
 
 def _with_options(schema: str) -> str:
     parsed = json.loads(schema)
-    own = parsed.get("x-guidance", {}) if isinstance(parsed, dict) else {}
-    return json.dumps({**(parsed if isinstance(parsed, dict) else _of_bool(parsed)), "x-guidance": own | JSON_OPTIONS})
-
-
-def _of_bool(schema: bool) -> dict[str, Any]:
-    return {} if schema else {"not": {}}
+    return json.dumps({**parsed, "x-guidance": JSON_OPTIONS})
 
 
 # -- where a schema is wrong -------------------------------------------------------------------------------------------
@@ -112,8 +107,6 @@ def place_of(schema: str, fault: str, fault_of: Callable[[str], str]) -> str:
     fault_of: what is wrong with a grammar.
     """
     root = json.loads(schema)
-    if not isinstance(root, dict):
-        return ""
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     place, inside, trials = "", root, 0
     while True:

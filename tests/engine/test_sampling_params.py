@@ -120,9 +120,10 @@ def nested(depth: int) -> dict:
 
 TAG = StructuralTag("<a>", json={})
 FITTING_GRAMMARS = [
-    {"json": nested(MAX_SCHEMA_DEPTH)}, {"json": '{"type": "object"}'}, {"json": "false"}, {"json_object": True},
+    {"json": nested(MAX_SCHEMA_DEPTH)}, {"json": '{"type": "object"}'}, {"json_object": True},
     {"regex": "x" * MAX_GRAMMAR_BYTES}, {"choice": ["yes", "no"]}, {"grammar": "start: /a/"},
-    {"tags": [TAG] * MAX_TAGS}, {"tags": [TAG], "required": True}, {"json": {"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 25}]}},
+    {"tags": [TAG] * MAX_TAGS}, {"tags": [TAG], "required": True},
+    {"json": {"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 25}]}},
 ]  # fmt: skip
 REFUSED_GRAMMARS = {
     "has nothing to match": {},
@@ -133,6 +134,7 @@ REFUSED_GRAMMARS = {
     "json: the schema is no JSON: Expecting value": {"json": "nothing"},
     "json: the schema is no JSON: Object of type": {"json": {"type": b"x"}},
     "json: the schema is '[]'; give an object": {"json": "[]"},
+    "json: the schema is 'false'; give an object": {"json": "false"},
     "json: multipleOf: the values come together at 999983": {"json": {"multipleOf": 999983}},
     "multipleOf: the values come together at 9797": {"json": {"allOf": [{"multipleOf": 101}, {"multipleOf": 9700}]}},
     "regex: regex has 65537 bytes": {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)},

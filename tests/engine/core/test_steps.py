@@ -16,7 +16,7 @@ from tests.support.engines import cached, counters, evict_cpu, open_engine, sett
 MODEL = {"name": "Qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 BLOCK_SIZE = 4
 VOCAB = 160
-NUM_SEEDS = 4
+NUM_SEEDS = 3
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
 
 
@@ -99,7 +99,6 @@ def watch(engine) -> None:
 
     def forwarded(inputs, plan, sampled):
         reached["ahead"] += sampled is not None
-        reached["at once"] += sampled is None
         reached["ahead with saves"] += sampled is not None and plan is not None
         return forward(inputs, plan, sampled)
 
@@ -110,42 +109,15 @@ def watch(engine) -> None:
     runner._forward, scheduler.compute_again = forwarded, computed_again
 
 
-def both(model: str, path, seed: int, aborts: bool = False, **options) -> tuple[tuple, tuple]:
-    """In the order of a CPU, and in that of a device."""
-    results = []
-    for runs_ahead in (False, True):
-        with open_engine(model, path / str(runs_ahead), block_size=BLOCK_SIZE, max_model_len=96, **options) as engine:
-            by_hand(engine)
-            engine.loop.steps.runs_ahead = runs_ahead
-            watch(engine)
-            results.append(talk(engine, seed, aborts))
-            assert counters(engine)["load_failures"] == counters(engine)["dropped_saves"] == 0
-            settle(engine)
-            reached["preempted"] += engine.loop.scheduler.roster.num_preemptions
-    return results[0], results[1]
+def as_on_a_cpu(engine, seed: int) -> None:
+    """One step at a time."""
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_the_same_answers_usage_and_blocks(model, tmp_path, seed):
-    expected, got = both(model, tmp_path, seed, max_num_seqs=20)
-    for before, after in zip(expected[0], got[0], strict=True):
-        assert before == after
-    assert expected[1] == got[1]
-    reached["runs"] += 1
+def as_on_a_device(engine, seed: int) -> None:
+    engine.loop.steps.runs_ahead = True
+    watch(engine)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_the_same_answers_with_aborts_preemption_and_a_queue(model, tmp_path, seed):
-    """Who is aborted has computed one token more: a block that this one fills is kept, too. Who is admitted later finds
-    more of what others compute at the same time."""
-    expected, got = both(model, tmp_path, seed, aborts=True, max_num_seqs=3, hbm=26 * BLOCK_SIZE * TOKEN_BYTES)
-    for before, after in zip(expected[0], got[0], strict=True):
-        assert (before[0], before[3:]) == (after[0], after[3:])
-    assert expected[1] <= got[1]
-    reached["runs"] += 1
-
-
-# -- in a pipeline -----------------------------------------------------------------------------------------------------
 class FirstStage:
     """A model whose logits come back later, in the order of its forwards."""
 
@@ -166,46 +138,50 @@ class FirstStage:
         return logits
 
 
-def piped(model: str, path, seed: int, num: int, **options) -> tuple[tuple, tuple]:
-    """One step at a time, and so many steps in flight."""
-    results = []
-    for name in ("one", "piped"):
-        with open_engine(model, path / name, block_size=BLOCK_SIZE, max_model_len=96, **options) as engine:
-            loop = by_hand(engine).loop
-            if name == "piped":
-                loop.runner.model = FirstStage(loop.runner.model)
-                loop.scheduler.config = replace(loop.scheduler.config, steps_in_flight=num)
-                loop.steps = PipelinedSteps(loop.scheduler, loop.runner)
-            results.append(talk(engine, seed, options["max_num_seqs"] == 4))
+def in_a_pipeline(engine, seed: int) -> None:
+    """Two steps in flight, or three."""
+    loop = engine.loop
+    loop.runner.model = FirstStage(loop.runner.model)
+    loop.scheduler.config = replace(loop.scheduler.config, steps_in_flight=2 + seed % 2)
+    loop.steps = PipelinedSteps(loop.scheduler, loop.runner)
+
+
+WAYS = [
+    (as_on_a_device, {"max_num_seqs": 20}),
+    (as_on_a_device, {"max_num_seqs": 3, "hbm": 26 * BLOCK_SIZE * TOKEN_BYTES}),
+    (in_a_pipeline, {"max_num_seqs": 20}),
+    (in_a_pipeline, {"max_num_seqs": 20, "max_num_batched_tokens": 16}),
+    (in_a_pipeline, {"max_num_seqs": 4, "max_num_batched_tokens": 16, "hbm": 24 * BLOCK_SIZE * TOKEN_BYTES}),
+]
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize(("way", "limits"), WAYS)
+def test_the_same_answers_and_blocks_as_one_step_at_a_time(model, tmp_path, seed, way, limits):
+    """Where some have to wait, requests are computed beside others and find what these have computed earlier or later.
+    Who is aborted then has computed one token more: a block that this one fills is kept, too.
+    """
+    results, all_run = [], limits["max_num_seqs"] == 20
+    for change in (as_on_a_cpu, way):
+        path = tmp_path / change.__name__
+        with by_hand(open_engine(model, path, block_size=BLOCK_SIZE, max_model_len=96, **limits)) as engine:
+            change(engine, seed)
+            results.append(talk(engine, seed, aborts=not all_run))
             assert counters(engine)["load_failures"] == counters(engine)["dropped_saves"] == 0
             settle(engine)
-            reached["preempted in a pipeline"] += loop.scheduler.roster.num_preemptions * (name == "piped")
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("limits", [
-    {"max_num_seqs": 20}, {"max_num_seqs": 20, "max_num_batched_tokens": 16},
-    {"max_num_seqs": 4, "max_num_batched_tokens": 16, "hbm": 24 * BLOCK_SIZE * TOKEN_BYTES},
-])  # fmt: skip
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_the_same_answers_with_several_steps_in_flight(model, tmp_path, seed, limits):
-    """Requests are computed beside others, and find what these have computed earlier or later."""
-    expected, got = piped(model, tmp_path, seed, 2 + seed % 2, **limits)
-    for before, after in zip(expected[0], got[0], strict=True):
+            reached[f"preempted {change.__name__}"] += engine.loop.scheduler.roster.num_preemptions
+    (expected, expected_blocks), (found, blocks) = results
+    for before, after in zip(expected, found, strict=True):
         assert (before[0], before[3:]) == (after[0], after[3:])
-    if limits["max_num_seqs"] == 20:
-        assert expected[1] == got[1]
-    reached["piped"] += 1
-
-
-def test_the_runs_in_a_pipeline_have_reached_everything():
-    if reached["piped"] < 3 * NUM_SEEDS:
-        pytest.skip("not all runs were made, or not all were sound")
-    assert reached["at once in flight"] == 3 and reached["preempted in a pipeline"] > 0, reached
+        assert before == after or way is in_a_pipeline or not all_run
+    assert blocks == expected_blocks or not all_run
+    assert blocks >= expected_blocks or way is in_a_pipeline
+    reached["runs"] += 1
 
 
 def test_the_runs_have_reached_everything():
-    if reached["runs"] < 2 * NUM_SEEDS:
+    if reached["runs"] < len(WAYS) * NUM_SEEDS:
         pytest.skip("not all runs were made, or not all were sound")
     assert reached["ahead"] > 200 and reached["ahead with saves"] > 100, reached
-    assert reached["computed again"] > 3 and reached["preempted"] > reached["computed again"], reached
+    assert 3 < reached["computed again"] < reached["preempted as_on_a_device"], reached
+    assert reached["at once in flight"] == 3 and reached["preempted in_a_pipeline"] > 0, reached
