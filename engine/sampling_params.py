@@ -89,7 +89,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object", "tags")
-        given = [kind for kind in kinds if getattr(self, kind) not in (None, False, ())]
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False) and (kind != "tags" or self.tags)]
         if len(given) != 1:
             said = f"has {' and '.join(given)}" if given else "has nothing to match"
             raise RequestError(f"structured_outputs {said}; give one of {', '.join(kinds)}", "structured_outputs")
