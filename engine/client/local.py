@@ -82,7 +82,7 @@ class LocalCore:
         with ExitStack() as opened:
             with WAITING.allowed():
                 self._build(config, directory, opened, heart, silence_s)
-            self._compiler.wait_for_table()  # it would stop the steps
+            self.compiler.wait_for_table()  # it would stop the steps
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
@@ -105,8 +105,8 @@ class LocalCore:
             self._call_token_ids = loaded.call_token_ids
             self._events = open_events(config, loaded.name)
             held.pop_all()
-        self._compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
-        opened.callback(self._compiler.close)
+        self.compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
+        opened.callback(self.compiler.close)
         begin(KERNELS)
         if self._events is not None:
             opened.callback(self._events.close)
@@ -175,7 +175,7 @@ class LocalCore:
         self.loop.inbox.put(self.loop.add, requests)
         for first in requests:
             if first.params.structured_outputs is not None:
-                self._compiler.prepare(first, partial(self.loop.inbox.put, self.loop.admit))
+                self.compiler.prepare(first, partial(self.loop.inbox.put, self.loop.admit))
 
     def _request(self, prompt: Submit) -> Request:
         params = prompt.params

@@ -29,10 +29,15 @@ Then = Callable[[Request, Exception | None], None]
 
 
 class GrammarCompiler:
-    """tokenizer: the model's, None if it has none. vocab_size: of the model, which may know more ids."""
+    """tokenizer: the model's, None if it has none. vocab_size: of the model, which may know more ids. kept: the last
+    grammars, the oldest first.
+    """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Collection[int], vocab_size: int) -> None:
-        self._kept = OrderedDict[StructuredOutputsParams, LLMatcher]()
+    def __init__(
+        self, tokenizer: Any, eos_token_ids: Collection[int], vocab_size: int, max_kept: int = MAX_KEPT
+    ) -> None:
+        self.kept = OrderedDict[StructuredOutputsParams, LLMatcher]()
+        self._max_kept = max_kept
         self._special_token_ids: dict[str, int] = {}
         before = threading.stack_size(STACK_BYTES)
         self._thread = ThreadPoolExecutor(1, "kvstore-grammar")
@@ -80,10 +85,10 @@ class GrammarCompiler:
 
     def _matcher(self, wanted: StructuredOutputsParams) -> LLMatcher:
         table = self._table.result()
-        matcher = self._kept.pop(wanted, None) or self._compiled(wanted, table)
-        self._kept[wanted] = matcher
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+        matcher = self.kept.pop(wanted, None) or self._compiled(wanted, table)
+        self.kept[wanted] = matcher
+        if len(self.kept) > self._max_kept:
+            self.kept.popitem(last=False)
         return matcher
 
     def _compiled(self, wanted: StructuredOutputsParams, table: LLTokenizer) -> LLMatcher:

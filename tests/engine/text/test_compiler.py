@@ -7,7 +7,6 @@ import transformers
 
 from kvstore import StructuralTag, StructuredOutputsParams
 from kvstore.engine.builtin import MODEL_DIR
-from kvstore.engine.text import compiler as compiling
 from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.errors import RequestError
 from tests.support.grammars import compiled, tokenizer_of
@@ -117,15 +116,16 @@ def test_each_choice_has_a_matcher_of_its_own(compiler, tokenizer):
     assert [bool(matcher.validate_tokens([a])) for matcher in matchers] == [False] * 3
 
 
-def test_the_last_grammars_are_kept(monkeypatch):
-    made, tokenizer = [], tokenizer_of()
-    compiler = GrammarCompiler(tokenizer, {tokenizer.eos}, 300)
-    grammar_of = compiling.grammar_of
-    monkeypatch.setattr(compiling, "grammar_of", lambda *args: made.append(args[0].regex) or grammar_of(*args))
-    monkeypatch.setattr(compiling, "MAX_KEPT", 2)
-    for regex in ("x1", "x2", "x1", "x3", "x1", "x2"):
-        compiled(compiler, StructuredOutputsParams(regex=regex))
-    assert made == ["x1", "x2", "x3", "x2"]
+def test_the_last_grammars_are_kept():
+    tokenizer = tokenizer_of()
+    compiler = GrammarCompiler(tokenizer, {tokenizer.eos}, 300, max_kept=2)
+    first, second, third = (StructuredOutputsParams(regex=regex) for regex in ("x1", "x2", "x3"))
+    for wanted in (first, second, first, third):
+        compiled(compiler, wanted)
+    kept = dict(compiler.kept)
+    assert list(kept) == [first, third]
+    compiled(compiler, first)
+    assert list(compiler.kept.items()) == [(third, kept[third]), (first, kept[first])]
     compiler.close()
 
 
