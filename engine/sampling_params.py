@@ -233,8 +233,9 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _number("stop_token_ids", token_id, 0, 2**31, integer=True)
         self._check_logit_bias()
-        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            said = f"structured_outputs is {self.structured_outputs!r}; give StructuredOutputsParams(...)"
+        wanted: object = self.structured_outputs
+        if not isinstance(wanted, StructuredOutputsParams | None):
+            said = f"structured_outputs is {wanted!r}; give StructuredOutputsParams(...)"
             raise RequestError(said, "structured_outputs")
 
     def _checked_stop(self) -> tuple[str, ...]:

@@ -175,7 +175,10 @@ class LocalCore:
         self.loop.inbox.put(self.loop.add, requests)
         for first in requests:
             if first.params.structured_outputs is not None:
-                self.compiler.prepare(first, partial(self.loop.inbox.put, self.loop.admit))
+                self.compiler.prepare(first, self._admit)
+
+    def _admit(self, first: Request, error: Exception | None) -> None:
+        self.loop.inbox.put(self.loop.admit, first, error)
 
     def _request(self, prompt: Submit) -> Request:
         params = prompt.params
