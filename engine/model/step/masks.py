@@ -29,6 +29,7 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None  # its threads begin with the first mask
         self._added = _ADDED.astype(np.float32)
         self._added_there: Tensor | None = None
+        self._buffer = np.empty((0, 0, 8), np.float32)  # what `added` returned last; new pages cost more than the work
 
     def constrained(self, rows: np.ndarray) -> np.ndarray:
         """The indices in `rows` [R] of those that have a matcher."""
@@ -47,10 +48,16 @@ class GrammarMasks:
         return masks[where]
 
     def added(self, masks: np.ndarray) -> Tensor:
-        """What to add to the logits of these rows: 0 where a token is allowed, else -inf. [C, V] float32."""
+        """What to add to the logits of these rows: 0 where a token is allowed, else -inf. [C, V] float32.
+
+        On a CPU the next call overwrites it.
+        """
         packed = masks.view(np.uint8)
         if self._device.type == "cpu":  # numpy's take needs half of the time
-            added = torch.from_numpy(np.take(self._added, packed, axis=0))
+            if len(self._buffer) < len(masks):
+                self._buffer = np.empty((len(masks), packed.shape[1], 8), np.float32)
+            out = self._buffer[: len(masks)]
+            added = torch.from_numpy(np.take(self._added, packed, axis=0, out=out, mode="clip"))
         else:
             if self._added_there is None:
                 self._added_there = to_device(torch.from_numpy(self._added), self._device)

@@ -72,6 +72,7 @@ class Sampler:
         self._stops: dict[int, np.ndarray] = {}  # row -> token ids that min_tokens forbids
         self._penalties = _Penalties(max_rows, vocab_size, device)
         self._masks = GrammarMasks(vocab_size, device)
+        self._edited = torch.empty(0, vocab_size, device=device)
 
     def set_row(
         self, row: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], prompt_token_ids: np.ndarray,
@@ -182,7 +183,7 @@ class Sampler:
             masked = dict(zip(constrained.tolist(), masks, strict=True))
             kept = [i for i in held.tolist() if i not in masked or allows_others(masked[i], self._stops[rows[i]])]
             held = np.array(kept, np.int64)
-        logits = raw.to(torch.float32, copy=True)
+        logits = self._copied(raw)
         if len(biased):
             ids, biases = zip(*(self._biases[row] for row in rows[biased].tolist()), strict=True)
             where = self._positions(biased, ids)
@@ -195,6 +196,14 @@ class Sampler:
         if len(constrained):
             logits.index_add_(0, self._tensor(constrained), self._masks.added(masks))
         return logits
+
+    def _copied(self, raw: Tensor) -> Tensor:
+        """A copy in float32; on a CPU where the last one was, because new pages cost more than the copy."""
+        if raw.device.type != "cpu":
+            return raw.to(torch.float32, copy=True)
+        if len(self._edited) < len(raw):
+            self._edited = torch.empty(raw.shape, dtype=torch.float32)
+        return self._edited[: len(raw)].copy_(raw)
 
     def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """An index into logits: every id of ids[i] in row indices[i]."""
