@@ -179,6 +179,8 @@ class Sampler:
         if not (len(biased) or len(held) or len(penalised) or len(constrained)):
             return raw
         masks = self._masks.masks(rows[constrained]) if len(constrained) else np.empty((0, 0), np.int32)
+        if len(constrained) == len(rows) and not (len(biased) or len(held) or len(penalised)):
+            return self._masks.added(masks).add_(raw)  # without a copy of the logits
         if len(constrained) and len(held):
             masked = dict(zip(constrained.tolist(), masks, strict=True))
             kept = [i for i in held.tolist() if i not in masked or allows_others(masked[i], self._stops[rows[i]])]
