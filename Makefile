@@ -62,10 +62,10 @@ GPU_CHECK := $(PYTHON) -m pytest -m gpu -W default
 gpu:
 	nvidia-smi
 	$(PYTHON) -c "import torch, triton, lmdb, msgspec, xxhash, zstandard, psutil; print(torch.__version__, triton.__version__)"
-	$(GPU_CHECK) -x tests/kvstore/memory/test_arena.py tests/kernels/test_write_kv.py tests/kvstore/memory/test_device_transfer.py tests/engine/model/step/test_tensors.py
+	$(GPU_CHECK) -x tests/kvstore/memory/test_arena.py tests/kernels/test_write_kv.py tests/kvstore/memory/test_device_transfer.py tests/engine/model/step/test_step.py::test_tensors_of_a_step_on_cuda
 	$(GPU_CHECK) -x tests/kernels/cuda/test_block_copy.py tests/kernels/cuda/test_attention.py
 	$(PYTHON) -m bench.gpu --part check --part copy --json gpu-kernels.json
-	-$(GPU_CHECK) tests/engine/model/step/test_graphs.py tests/engine/model/test_packing.py tests/engine/model/step/test_warm_up.py tests/engine/faults/test_torn_blocks.py tests/engine/model/parallel/test_nccl.py tests/engine/ranks/test_on_devices.py
+	-$(GPU_CHECK) tests/engine/model/step/test_graphs.py tests/engine/model/test_packing.py tests/engine/model/step/test_step.py tests/engine/faults/test_torn_blocks.py tests/engine/model/parallel/test_group.py tests/engine/ranks/test_on_devices.py
 	$(PYTHON) -m bench.gpu --quick --model-shape qwen-2.5-0.5b --json gpu-quick.json
 	$(PYTHON) -m bench.gpu --model-shape llama-3.1-8b --part ttft --part overlap --budget-s 300 --json gpu-turns.json
 	$(PYTHON) -m bench.gpu --model-shape llama-3.1-8b --part decode --part graphs --part saving --part prefill \

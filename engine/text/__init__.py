@@ -2,10 +2,10 @@
 
 Loads no torch; knows neither sessions nor a store.
 
-- `chat_template`: from messages to token ids, by what the template adds
+- `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
+  without any
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
 - `detokenizer`: the text of one choice, token by token, in whole characters
-- `encoder`: encodes parts of a prompt: template text, and plain text
 - `grammar`: grammars from what a request wants its answer to match
 - `prompts`: checks of prompts, session ids and lengths
 

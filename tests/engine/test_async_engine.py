@@ -1,208 +1,324 @@
-"""The asyncio engine: many requests in one loop, streams, cancellation, errors, close."""
+"""The asyncio engine: many requests in one loop, streams, turns of sessions, cancellation, errors, close."""
 
 import asyncio
+import json
 import threading
 import traceback
+from contextlib import aclosing
+from unittest import mock
 
 import pytest
 
 from kvstore import AsyncEngine, Engine, SamplingParams
-from kvstore.errors import EngineClosedError, KVStoreError
-from tests.support.by_hand import crawling
-from tests.support.engines import Greedy
+from kvstore.errors import EngineClosedError, KVStoreError, RequestError, SessionBusyError, SessionNotFoundError
+from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import crawling, held
+from tests.support.engines import greedy
+from tests.support.faults import before_each, before_each_step, fail
 from tests.support.waiting import wait_in_loop
 
-GREEDY = SamplingParams(temperature=0, max_tokens=10)
+pytestmark = pytest.mark.anyio
+MODEL = {"tokenizer": True, "max_position_embeddings": 1024}
+GREEDY = greedy(10)
+LONG = greedy(900)
 PROMPT = list(range(3, 40))
-LONG = SamplingParams(max_tokens=900, ignore_eos=True)
-BUILTIN = {"device": "cpu", "cache_tiers": {"hbm": "8MiB"}}  # whose window is long enough
+
+
+def opened(model) -> AsyncEngine:
+    return AsyncEngine(Engine(model, {"hbm": "8MiB"}, device="cpu", max_num_seqs=8))
 
 
 @pytest.fixture(scope="module")
-def greedy():
-    return Greedy()
+async def served(model, anyio_backend):
+    """For all tests that leave it as it was."""
+    async with opened(model) as engine:
+        yield engine
 
 
-def run(model, scenario, **options):
-    """Run `scenario(async_engine)` to its end; afterwards nothing may be held."""
-
-    async def whole():
-        engine = AsyncEngine(Engine(model, **options))
-        try:
-            result = await scenario(engine)
-            await wait_in_loop(lambda: not engine.engine.has_work)
-            engine.engine.check_integrity()
-            assert not any(port.readers or port.tasks for port in engine._ports.values())
-            return result
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(whole(), 300))
+@pytest.fixture
+async def engine(served):
+    """Afterwards nothing may be held."""
+    yield served
+    await wait_in_loop(lambda: not served.engine.has_work)
+    served.engine.check_integrity()
+    assert not any(port.readers or port.tasks for port in served._ports.values())
 
 
-def test_many_requests_at_once_answer_as_alone(model, greedy):
-    async def scenario(engine):
-        return await asyncio.gather(*(engine.generate(PROMPT[:n], GREEDY) for n in range(5, 30)))
-
-    outs = run(model, scenario, max_num_seqs=8)
-    assert [out.token_ids for out in outs] == [greedy(PROMPT[:n], 10) for n in range(5, 30)]
+async def test_many_requests_at_once_answer_as_alone(engine, plain):
+    outs = await asyncio.gather(*(engine.generate(PROMPT[:n], GREEDY) for n in range(5, 30)))
+    assert [out.token_ids for out in outs] == [plain(PROMPT[:n], 10) for n in range(5, 30)]
 
 
-def test_a_stream_brings_every_token_once(model, greedy):
-    async def scenario(engine):
-        return [piece async for piece in engine.stream(PROMPT, GREEDY)]
-
-    pieces = run(model, scenario)
-    assert [t for piece in pieces for t in piece.token_ids] == greedy(PROMPT, 10)
+async def test_a_stream_brings_every_token_once(engine, plain):
+    pieces = [piece async for piece in engine.stream(PROMPT, GREEDY)]
+    assert [t for piece in pieces for t in piece.token_ids] == plain(PROMPT, 10)
     assert [piece.finish_reason for piece in pieces] == [None] * 9 + ["length"]
 
 
-def test_cancelling_aborts_the_request_and_leaves_the_others(model, greedy):
-    async def scenario(engine):
-        long = SamplingParams(temperature=0, max_tokens=200)
-        with crawling(engine.engine):
-            doomed = [asyncio.create_task(engine.generate([i + 1] * 20, long)) for i in range(3)]
-            other = asyncio.create_task(engine.generate(PROMPT, GREEDY))
-            await wait_in_loop(lambda: engine.engine.stats()["step"]["num_steps"] > 2)
-            for task in doomed:
-                task.cancel()
-            ended = await asyncio.gather(*doomed, return_exceptions=True)
-        assert all(isinstance(error, asyncio.CancelledError) for error in ended)
-        return await other
-
-    assert run(model, scenario).token_ids == greedy(PROMPT, 10)
+async def test_cancelling_aborts_the_request_and_leaves_the_others(engine, plain):
+    with crawling(engine.engine):
+        doomed = [asyncio.create_task(engine.generate([i + 1] * 20, LONG)) for i in range(3)]
+        other = asyncio.create_task(engine.generate(PROMPT, GREEDY))
+        num_steps = engine.engine.stats()["step"]["num_steps"]
+        await wait_in_loop(lambda: engine.engine.stats()["step"]["num_steps"] > num_steps + 2)
+        for task in doomed:
+            task.cancel()
+        ended = await asyncio.gather(*doomed, return_exceptions=True)
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+    assert (await other).token_ids == plain(PROMPT, 10)
 
 
-def test_leaving_a_stream_early_aborts_it(model):
-    async def scenario(engine):
-        stream = engine.stream(PROMPT, SamplingParams(temperature=0, max_tokens=200))
-        async for _ in stream:
-            break
-        await stream.aclose()
-        return engine.engine.stats()["requests"]["running"]
-
-    assert run(model, scenario) == 0
+async def test_leaving_a_stream_early_aborts_it(engine):
+    stream = engine.stream(PROMPT, LONG)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    assert engine.engine.stats()["requests"]["running"] == 0
 
 
-def test_cancelling_while_submitting_leaves_nothing(model):
-    async def scenario(engine):
-        submit, submitted, asked, may = engine.engine.submit, [], threading.Event(), threading.Event()
+async def test_cancelling_while_submitting_leaves_nothing(engine):
+    submit, submitted, asked, may = engine.engine.submit, [], threading.Event(), threading.Event()
 
-        def late(*args):
-            asked.set()
-            may.wait()
-            submitted.append(submit(*args))
-            return submitted[-1]
+    def late(*args):
+        asked.set()
+        may.wait()
+        submitted.append(submit(*args))
+        return submitted[-1]
 
-        engine.engine.submit = late
-        long = SamplingParams(temperature=0, max_tokens=200)
-        task = asyncio.create_task(engine.generate(tuple(PROMPT), long))  # in a thread, as it is no list
-        await wait_in_loop(asked.is_set)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        with crawling(engine.engine):
-            may.set()
-            await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")
-        return submitted[0].output.finish_reason
-
-    assert run(model, scenario) == "abort"
+    engine.engine.submit = late
+    task = asyncio.create_task(engine.generate(tuple(PROMPT), LONG))  # in a thread, as it is no list
+    await wait_in_loop(asked.is_set)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    del engine.engine.submit
+    with crawling(engine.engine):
+        may.set()
+        await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")
+    assert submitted[0].output.finish_reason == "abort"
 
 
-def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine():
-    async def scenario(engine):
+async def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine(engine):
+    with crawling(engine.engine):
         answer = await engine.start("hello", LONG)
         await anext(answer)
-        roster = engine.engine.loop.scheduler.roster
-        known = roster.add
-
-        def fail(request):
-            raise MemoryError("injected")
-
-        roster.add = fail
-        with pytest.raises(MemoryError):
+        with before_each(engine.engine.loop.scheduler.roster, "add", fail), pytest.raises(RuntimeError):
             await engine.generate("other")
-        roster.add = known
-        with pytest.raises(MemoryError):
-            async for _ in answer:
-                pass
-        assert (await engine.generate("again", SamplingParams(max_tokens=2))).finish_reason is not None
-
-    run(None, scenario, **BUILTIN)
+    with pytest.raises(RuntimeError):
+        async for _ in answer:
+            pass
+    assert (await engine.generate("again", greedy(2))).finish_reason is not None
 
 
-def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it():
-    async def scenario(engine):
-        answers = [await engine.start("hello", LONG) for _ in range(8)]
-        for answer in answers:
-            await anext(answer)
-
-        def fail(output):
-            raise RuntimeError("injected")
-
-        engine.engine.loop.runner.launch = fail
-        lengths = set()
+async def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it(engine):
+    answers = [await engine.start("hello", LONG) for _ in range(8)]
+    for answer in answers:
+        await anext(answer)
+    lengths = set()
+    with before_each_step(engine.engine, fail):
         for answer in answers:
             with pytest.raises(RuntimeError) as caught:
                 async for _ in answer:
                     pass
             lengths.add(sum(1 for _ in traceback.walk_tb(caught.value.__traceback__)))
-        assert len(lengths) == 1
-        with pytest.raises(StopAsyncIteration):
-            await anext(answers[0])
-
-    run(None, scenario, **BUILTIN)
+    assert len(lengths) == 1
+    with pytest.raises(StopAsyncIteration):
+        await anext(answers[0])
 
 
-def test_close_ends_what_runs_and_refuses_what_comes(model):
-    async def scenario():
-        engine = AsyncEngine(Engine(model))
-        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-        with crawling(engine.engine):
-            await wait_in_loop(lambda: engine.engine.has_work)
-            await engine.close()
-        out = await task
-        assert out.finish_reason == "abort"
-        with pytest.raises(EngineClosedError):
-            await engine.generate(PROMPT, GREEDY)
-
-    asyncio.run(asyncio.wait_for(scenario(), 300))
+# -- turns -------------------------------------------------------------------------------------------------------------
+def said(text):
+    return [{"role": "user", "content": text}]
 
 
-def test_when_the_thread_dies_nobody_waits_for_ever(model):
+async def text_of(answer):
+    async with answer:
+        return "".join([piece.text async for piece in answer])
+
+
+async def test_a_turn_is_stored_before_its_last_piece(engine):
+    chat = engine.engine.chat("stored")
+    async with await engine.start_turn(chat, said("My name is Ada."), GREEDY, "key-1") as answer:
+        async for piece in answer:
+            stored = engine.engine.sessions.turn_of_request(SessionKey("", "stored"), "key-1")
+            assert (stored is None) == (piece.finish_reason is None)
+    assert await answer.result() == stored and chat.num_turns == 1
+    assert stored.messages[-1] == {"role": "assistant", "content": answer.output.text}
+
+
+@pytest.mark.parametrize("num_pieces", [0, 3])
+async def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(engine, num_pieces):
+    chat = engine.engine.chat(f"left-{num_pieces}")
+    with crawling(engine.engine):
+        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
+            for _ in range(num_pieces):
+                await anext(answer)
+        assert chat.num_turns == 0 and not chat.is_busy and await answer.result() is None
+
+        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
+            await anext(answer)
+            await answer.stop()
+            pieces = [piece async for piece in answer]
+        assert pieces[-1].finish_reason == "abort" and (await answer.result()).finish_reason == "abort"
+    assert chat.num_turns == 1 and 1 <= len(answer.output.token_ids) < 900
+
+
+async def test_a_cancelled_reader_leaves_nothing_running(engine):
+    chat = engine.engine.chat("cancelled")
+    for seconds in (0.001, 0.02, 0.05):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(text_of(await engine.start_turn(chat, said("Hello"), LONG)), seconds)
+        await wait_in_loop(lambda: not chat.is_busy)
+    task = asyncio.ensure_future(engine.start_turn(chat, said("Hello"), LONG))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await wait_in_loop(lambda: not chat.is_busy)
+    assert chat.num_turns == 0
+
+
+async def test_a_first_turn_may_bring_the_history(engine):
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "My name is Ada."},
+        {"role": "assistant", "content": "Hello Ada."},
+        {"role": "user", "content": "What is my name?"},
+    ]
+
+    chat = engine.engine.chat("history")
+    await text_of(await engine.start_turn(chat, history, GREEDY))
+    assert chat.messages[:4] == history and chat.num_turns == 1
+    again = engine.engine.sessions.load(SessionKey("", "history"))
+    assert again.messages == chat.messages and again.token_ids == chat.token_ids
+    answer = await engine.start_turn(chat, said("And again?"), GREEDY)
+    await text_of(answer)
+    assert answer.output.usage.cached_tokens >= len(again.token_ids) // 16 * 16 - 16
+    with pytest.raises(RequestError, match="one user message"):
+        await engine.start_turn(chat, history, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "roles", [["assistant"], ["user", "user"], ["system"], ["user", "system", "user"], ["user", "assistant"], []]
+)
+async def test_other_orders_of_roles_are_refused(engine, roles):
+    messages = [{"role": role, "content": "x"} for role in roles]
+    with pytest.raises(RequestError, match="take turns"):
+        await engine.start_turn(engine.engine.chat("roles"), messages, GREEDY)
+
+
+async def test_times_of_a_request_add_up_and_are_stored_with_its_turn(engine):
+    answer = await engine.start_turn(engine.engine.chat("times"), said("Hello"), GREEDY)
+    await text_of(answer)
+    times = answer.output.timings
+    assert times.ttft_s == answer.output.ttft_s > 0 and times.decode_s > 0
+    assert times.queue_s + times.load_s + times.prefill_s == pytest.approx(times.ttft_s)
+    usage = (await answer.result()).usage
+    assert usage["ttft_us"] == round(times.ttft_s * 1e6)
+    json.dumps(usage)
+
+
+async def test_a_turn_that_is_cancelled_twice_leaves_its_session_free(engine):
+    """A client that is gone is noticed by a failing write and by its connection, one after the other."""
+    chat = engine.engine.chat("twice")
+    await text_of(await engine.start_turn(chat, said("Hello"), GREEDY))
+    with crawling(engine.engine):
+        answer = await engine.start_turn(chat, said("Hello"), LONG)
+        await anext(answer)
+        with held(engine.engine):  # the abort has to wait
+            task = asyncio.create_task(answer.aclose())
+            for _ in range(3):
+                await asyncio.sleep(0.01)
+                task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await wait_in_loop(lambda: not chat.is_busy)
+    assert chat.num_turns == 1
+
+
+async def test_a_turn_has_one_answer_and_that_is_kept_as_text(engine):
+    for params in (SamplingParams(n=2), SamplingParams(detokenize=False)):
+        with pytest.raises(RequestError):
+            await engine.start_turn(engine.engine.chat("kept"), said("Hello"), params)
+
+
+async def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_turn_is_not_stored(engine):
+    chat = await engine.chat("streamed")
+    with crawling(engine.engine):
+        async with aclosing(chat.stream("Hello", LONG)) as pieces:
+            first = await anext(pieces)
+            with pytest.raises(SessionBusyError):
+                await chat.send("Me too", GREEDY)
+    assert chat.num_turns == 1 and chat.messages[-1]["content"].startswith(first.text)
+    task = asyncio.create_task(chat.send("Go on", LONG))
+    await wait_in_loop(lambda: engine.port.readers)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert chat.num_turns == 1 and not chat.session.is_busy
+    assert (await chat.send("Go on", GREEDY)).text and chat.num_turns == 2
+
+
+async def test_a_session_talks_forks_and_is_resumed(model, engine, tmp_path):
+    alone = await engine.chat("alone", system="Be brief.")
+    expected = [(await alone.send(text, GREEDY)).text for text in ("My name is Ada.", "What is my name?")]
+    tiers = {"hbm": "8MiB", "cpu": "8MiB", "disk": "64MiB", "path": tmp_path}
+    async with AsyncEngine(Engine(model, tiers, device="cpu")) as stored:
+        chat = await stored.chat("a", system="Be brief.")
+        first = await chat.send("My name is Ada.", GREEDY)
+        second = "".join([piece.text async for piece in chat.stream("What is my name?", GREEDY)])
+        assert [first.text, second] == expected and chat.last.text == second
+        fork = await chat.fork("b", turn=1)
+        assert fork.num_turns == 1 and (await fork.send("What is my name?", GREEDY)).text == second
+        await stored.flush()
+        assert (await stored.stats())["sessions"]["sessions"] == 2
+    async with AsyncEngine(Engine(model, tiers, device="cpu")) as stored:
+        again = await stored.chat("a")
+        await again.prefetch()
+        await again.set_ttl(1000.0)
+        assert again.messages == chat.messages and again.session_id == "a"
+        with pytest.raises(SessionNotFoundError):
+            await stored.prefetch("c")
+        assert (await again.keep_last(1)).messages == ()
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+async def test_close_ends_what_runs_and_refuses_what_comes(model):
+    engine = opened(model)
+    task = asyncio.create_task(engine.generate(PROMPT, LONG))
+    with crawling(engine.engine):
+        await wait_in_loop(lambda: engine.engine.has_work)
+        await engine.close()
+    out = await task
+    assert out.finish_reason == "abort"
+    with pytest.raises(EngineClosedError):
+        await engine.generate(PROMPT, GREEDY)
+
+
+async def test_when_the_thread_dies_nobody_waits_for_ever(model):
     class Panic(BaseException):
         pass
 
-    async def scenario():
-        engine = AsyncEngine(Engine(model))
-
-        def broken(*_):
-            raise Panic
-
-        engine.engine.loop.runner.launch = broken
-        thread_errors = []
-        previous, threading.excepthook = threading.excepthook, thread_errors.append
-        try:
-            ended = await asyncio.gather(*(engine.generate(PROMPT[:n], GREEDY) for n in (5, 9)), return_exceptions=True)
-            assert all(isinstance(error, KVStoreError) for error in ended)
-            with pytest.raises(EngineClosedError):
-                await engine.generate(PROMPT, GREEDY)
-            engine.engine.loop._thread.join()
-        finally:
-            threading.excepthook = previous
-        assert [entry.exc_type for entry in thread_errors] == [Panic]
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 300))
+    engine = opened(model)
+    thread_errors = []
+    previous, threading.excepthook = threading.excepthook, thread_errors.append
+    engine.engine.loop.runner.launch = mock.Mock(side_effect=Panic)
+    try:
+        ended = await asyncio.gather(*(engine.generate(PROMPT[:n], GREEDY) for n in (5, 9)), return_exceptions=True)
+        assert all(isinstance(error, KVStoreError) for error in ended)
+        with pytest.raises(EngineClosedError):
+            await engine.generate(PROMPT, GREEDY)
+        engine.engine.loop._thread.join()
+    finally:
+        threading.excepthook = previous
+    assert [entry.exc_type for entry in thread_errors] == [Panic]
+    await engine.close()
 
 
-def test_closing_the_engine_itself_ends_its_callers(model):
-    async def scenario():
-        engine = AsyncEngine(Engine(model))
-        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-        with crawling(engine.engine):
-            await wait_in_loop(lambda: engine.engine.has_work)
-            await asyncio.to_thread(engine.engine.close)
-        assert (await task).finish_reason == "abort"
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 300))
+async def test_closing_the_engine_itself_ends_its_callers(model):
+    engine = opened(model)
+    task = asyncio.create_task(engine.generate(PROMPT, LONG))
+    with crawling(engine.engine):
+        await wait_in_loop(lambda: engine.engine.has_work)
+        await asyncio.to_thread(engine.engine.close)
+    assert (await task).finish_reason == "abort"
+    await engine.close()

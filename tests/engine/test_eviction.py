@@ -3,7 +3,6 @@
 import pytest
 
 from kvstore import CacheTiers, Engine, SamplingParams
-from kvstore.blocks.ids import extend_chain
 from kvstore.errors import ConfigError, RequestError
 from kvstore.policy.conversation import Answer
 from tests.support.by_hand import by_hand
@@ -11,6 +10,7 @@ from tests.support.engines import (
     LLAMA_BLOCK_BYTES,
     ask,
     cached,
+    chain_of,
     greedy,
     open_engine,
     settle,
@@ -40,12 +40,6 @@ def hbm_only(model):
 
 def text_of(engine: Engine, token_id: int) -> str:
     return engine.tokenizer.decode([token_id])
-
-
-def chain_of(engine: Engine, token_ids: list[int]) -> list[bytes]:
-    chain: list[bytes] = []
-    extend_chain(chain, engine.facts.root("", ""), token_ids, 16)
-    return chain
 
 
 def in_hbm(engine, seed: int) -> int:

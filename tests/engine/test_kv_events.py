@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvstore.blocks.ids import Lineage, extend_chain
+from kvstore.blocks.ids import Lineage
 from kvstore.blocks.records import Evict
 from kvstore.errors import ConfigError
 from tests.support.by_hand import by_hand
-from tests.support.engines import LLAMA_BLOCK_BYTES, ask, evict_cpu, greedy, open_engine, settle, tokens
+from tests.support.engines import LLAMA_BLOCK_BYTES, ask, chain_of, evict_cpu, greedy, open_engine, settle, tokens
 from tests.support.kv_reader import Reader, free_endpoint
 
 TOPIC = "kv@pod@model"
@@ -89,8 +89,7 @@ def test_splices_and_salted_chains_are_never_told(model, tmp_path, endpoint, rea
         ask(engine, salted, cache_salt="secret")
         ask(engine, long)
         settle(engine)
-        lineage, chain = Lineage(engine.facts.root("", "")), []
-        extend_chain(chain, lineage.root, long, 16)
+        lineage, chain = Lineage(engine.facts.root("", "")), chain_of(engine, long)
         spans = [(0, 24), (60, 160)]
         spliced = engine.connector.splice(chain, long, lineage, spans, "")
         kept = [long[i] for span in spans for i in range(*span)]

@@ -4,7 +4,6 @@ Real engines on a small random model in float32. Reads end when the test lets th
 """
 
 import threading
-import time
 
 import pytest
 
@@ -12,14 +11,13 @@ from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import ReadResult
 from kvstore.disk.io_queue import ReadDone
 from tests.support.by_hand import by_hand
-from tests.support.engines import ask, cached, counters, greedy, settle
-from tests.support.engines import tokens as some_tokens
+from tests.support.engines import ask, cached, counters, greedy, settle, tokens
 from tests.support.faults import before_each_load
-from tests.support.waiting import TIMEOUT_S, wait_until
+from tests.support.waiting import wait_until
 
 MODEL = {"max_position_embeddings": 1024}
 SIZE, NUM_BLOCKS = 16, 40
-PROMPT = some_tokens(1, NUM_BLOCKS * SIZE + 5)
+PROMPT = tokens(1, NUM_BLOCKS * SIZE + 5)
 
 
 class Gate:
@@ -92,13 +90,6 @@ class Slow:
             self.engine.loop.pool.evict_all()
             self.engine.connector.parts.cpu.pool.evict_all()
 
-    def wait(self, num_read: int) -> None:
-        """Until so many blocks were read."""
-        end = time.monotonic() + TIMEOUT_S
-        while counters(self.engine)["read"] < num_read:
-            assert time.monotonic() < end
-            self.engine.connector.wait_for_progress(0.01)
-
     def submit(self, count: int = 6):
         return self.engine.submit(list(PROMPT), greedy(count))
 
@@ -124,8 +115,8 @@ class Slow:
 
 
 @pytest.fixture(params=["2MiB", 0], ids=["cpu", "staging"])
-def slow(model, tmp_path, request):
-    made = Slow(model, tmp_path / "store", request.param)
+def slow(model, store, request):
+    made = Slow(model, store, request.param)
     with made.engine:
         yield made
         made.gate.open()
@@ -153,8 +144,8 @@ def test_invariant_1_the_head_is_computed_while_the_tail_is_read(slow, plain):
 def test_others_run_while_it_waits_for_the_tail(slow, plain):
     handle = slow.submit()
     slow.engine.step()
-    other = ask(slow.engine, some_tokens(2, 50), 5)
-    assert other.token_ids == plain(some_tokens(2, 50), 5)
+    other = ask(slow.engine, tokens(2, 50), 5)
+    assert other.token_ids == plain(tokens(2, 50), 5)
     slow.finish(handle)
     assert handle.output.token_ids == plain(PROMPT, 6)
 
@@ -224,8 +215,8 @@ def test_invariant_6_aborted_in_the_middle(slow):
     assert counters(slow.engine)["read"] <= 2 and slow.engine.stats()["disk"]["reads_in_flight"] == 0
 
 
-def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, tmp_path):
-    slow = Slow(model, tmp_path / "store", "2MiB")
+def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, store):
+    slow = Slow(model, store, "2MiB")
     with slow.engine:
         slow.believe(1e-6, 1.0)
         handle = slow.submit()
@@ -236,8 +227,8 @@ def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, tmp_p
         assert counters(slow.engine)["read"] <= 2
 
 
-def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step(model, tmp_path):
-    slow = Slow(model, tmp_path / "store", "2MiB")
+def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step(model, store):
+    slow = Slow(model, store, "2MiB")
     with slow.engine:
         looked, look_ahead = [], slow.engine.connector.parts.store.prefetcher.waiting
         to_prefetch = look_ahead.to_prefetch

@@ -1,11 +1,11 @@
 """Saved tiny models and the plain greedy loop that engines are compared with."""
 
 import random
-from functools import cache
 from pathlib import Path
 
 import torch
 
+from kvstore.blocks.ids import extend_chain
 from kvstore.engine.builtin import MODEL_DIR
 from tests.support.models import make_model
 
@@ -22,21 +22,13 @@ def save_model(folder: Path, name: str = "Llama", tokenizer: bool = False, **cha
     return str(folder)
 
 
-class Greedy:
-    """transformers' own greedy generation, one prompt at a time, remembered."""
-
-    def __init__(self, **changes: object) -> None:
-        self.network = make_model(**changes)
-        self.continue_ = cache(self._continue)
-
-    def __call__(self, token_ids, count: int) -> list[int]:
-        return list(self.continue_(tuple(token_ids), count))
-
-    @torch.inference_mode()
-    def _continue(self, token_ids: tuple[int, ...], count: int) -> list[int]:
-        ids = torch.tensor([token_ids])
-        out = self.network.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-        return out[0, len(token_ids) :].tolist()
+def bare_copy(path: Path, *without: str) -> Path:
+    """The built-in model without these files; a template stands in a file of its own."""
+    path.mkdir()
+    for file in MODEL_DIR.iterdir():
+        if file.name not in without:
+            (path / file.name).symlink_to(file)
+    return path
 
 
 # -- engines with tiers ----------------------------------------------------------------------------------------------
@@ -100,6 +92,12 @@ def settle(engine) -> None:
     engine.check_integrity()
 
 
+def evict_hbm(engine) -> None:
+    """Everything is in the tiers below, and leaves HBM."""
+    settle(engine)
+    engine.loop.call(engine.loop.pool.evict_all)
+
+
 def evict_cpu(engine) -> None:
     """Everything that is on disk leaves the CPU tier."""
     settle(engine)
@@ -111,6 +109,27 @@ def tokens(seed: int, count: int, vocab: int = 160) -> list[int]:
     """Token ids that no other seed gives."""
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(count)]
+
+
+def chain_of(engine, token_ids: list[int], tenant: str = "", salt: str = "") -> list[bytes]:
+    """Ids of the full blocks of these tokens."""
+    chain: list[bytes] = []
+    extend_chain(chain, engine.facts.root(tenant, salt), token_ids, engine.facts.block_size)
+    return chain
+
+
+def stored_kv(engine) -> dict[bytes, torch.Tensor]:
+    """KV of the blocks in the CPU tier, by their tokens."""
+    settle(engine)
+    parts = engine.connector.parts
+    with parts.lock:
+        cpu, arena = parts.cpu, parts.arena
+        return {cpu.record(one).tokens: arena.tensor[one].clone() for one in cpu.pool.cached_blocks()}
+
+
+def same_kv(left: dict[bytes, torch.Tensor], right: dict[bytes, torch.Tensor]) -> bool:
+    """But for rounding."""
+    return left.keys() == right.keys() and all(torch.allclose(left[k], right[k], atol=1e-4) for k in left)
 
 
 def stored_parents(engine) -> dict[bytes, bytes]:

@@ -19,10 +19,13 @@ from torch import Tensor
 from kvstore import Engine, SamplingParams
 from kvstore.engine.model.parallel.group import Part
 from kvstore.errors import EngineDiedError
+from tests.support.engines import cached, counters, evict_hbm, greedy, tokens
 from tests.support.waiting import wait_until
 
 WAIT_S, LOOK_S = 120, 0.05
 SIZES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+BOTH = {**SIZES["tensor"], **SIZES["pipeline"]}
+PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 
 
 @dataclass
@@ -110,6 +113,23 @@ def on_parts(tensor_size: int, pipeline_size: int, work: Callable[[Part], object
         own = (error for error in errors if "BrokenBarrierError" not in f"{error!r} {error.__cause__!r}")
         raise next(own, errors[0])
     return [one.result() for one in running]
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+def check_says(engine: Engine, expected: list[list[int]], prompts: list[list[int]] = PROMPTS) -> None:
+    """Computed, then loaded by all ranks."""
+    for _ in range(2):
+        assert [out.token_ids for out in engine.generate(prompts, greedy(len(expected[0])))] == expected
+        evict_hbm(engine)
+    found = counters(engine)
+    assert found["loaded"] > 0 and found["load_failures"] == found["dropped_saves"] == 0
+
+
+def check_reads(engine: Engine, expected: list[list[int]]) -> None:
+    """Whatever ranks this engine has, it finds all on disk."""
+    outs = engine.generate(PROMPTS, greedy(len(expected[0])))
+    assert [out.token_ids for out in outs] == expected
+    assert [cached(out)[2] for out in outs] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

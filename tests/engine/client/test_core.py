@@ -1,14 +1,41 @@
-"""A core here, in a process of its own, and several: the same answers, sessions and errors from each."""
+"""A core here, in a process of its own, and several: the same answers, sessions and errors from each.
+
+Of the process: what goes out and comes in, more than it takes, and its end.
+"""
 
 import asyncio
+import os
+import signal
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
-from kvstore.errors import ContextLengthError, EngineClosedError, RequestError, SessionNotFoundError
+from kvstore.blocks.ids import Lineage
+from kvstore.engine import async_engine
+from kvstore.engine.client.messages import End, Facts, Submit, decode_outbound, encode
+from kvstore.engine.client.remote import MAX_REQUESTS, READ, RemoteCore
+from kvstore.engine.client.requests import CoreClient
+from kvstore.engine.client.server import CoreServer
+from kvstore.engine.core.news import Said, Update
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.pulse import Heart
+from kvstore.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineOverloadedError,
+    ModelError,
+    RequestError,
+    SessionNotFoundError,
+)
+from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import held
 from tests.support.engines import save_model
-from tests.support.waiting import wait_in_loop
+from tests.support.faults import before_each, before_each_step, fail
+from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
 
 MODEL = {"tokenizer": True}
 TIERS = {"hbm": "2MiB", "cpu": "4MiB", "disk": "32MiB"}
@@ -20,14 +47,26 @@ KINDS = {
     "own": {"process": "own"},
     "several": {"process": "own", "data_parallel_size": 2},
 }
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 def opened(model: str, path: Path, kind: str) -> Engine:
     return Engine(model, CacheTiers(**TIERS, path=path), seed=1, device="cpu", load="always", **KINDS[kind])
 
 
+@pytest.fixture(scope="module")
+def own(model, tmp_path_factory):
+    with opened(model, tmp_path_factory.mktemp("own") / "store", "own") as engine:
+        yield engine
+        assert not engine.has_work and engine.stats()["requests"]["running"] == 0
+    assert engine.state == "closed"
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request, model, tmp_path_factory):
+    if request.param == "own":
+        yield request.getfixturevalue("own")
+        return
     with opened(model, tmp_path_factory.mktemp("core") / "store", request.param) as engine:
         yield engine
         assert not engine.has_work and engine.stats()["requests"]["running"] == 0
@@ -140,30 +179,26 @@ def test_administration(engine):
     assert engine.stats().get("process", {"state": "running"})["state"] == engine.state == "running"
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["here", "own"])
-def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path, kind):
+async def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path, kind):
     """With a model that has no tokenizer: it takes ids."""
-
-    async def scenario():
-        model = save_model(tmp_path / "bare", max_position_embeddings=2048)
-        engine = Engine(model, {"hbm": "8MiB"}, device="cpu", **KINDS[kind])
-        front = AsyncEngine(engine)
-        out = await front.generate(PROMPT, TEN)
-        assert (out.text, len(out.token_ids)) == ("", 10)
-        with pytest.raises(RequestError, match="no tokenizer"):
-            engine.chat("a")
-        task = asyncio.create_task(front.generate(PROMPT, LONGER))
-        await wait_in_loop(lambda: engine.has_work)
-        await front.close()
-        assert (await task).finish_reason == "abort"
-        with pytest.raises(EngineClosedError):
-            await front.generate(PROMPT, TEN)
-        with pytest.raises(EngineClosedError):
-            engine.flush()
-        engine.close()
-        return engine
-
-    engine = asyncio.run(asyncio.wait_for(scenario(), 300))
+    model = save_model(tmp_path / "bare", max_position_embeddings=2048)
+    engine = Engine(model, {"hbm": "8MiB"}, device="cpu", **KINDS[kind])
+    front = AsyncEngine(engine)
+    out = await front.generate(PROMPT, TEN)
+    assert (out.text, len(out.token_ids)) == ("", 10)
+    with pytest.raises(RequestError, match="no tokenizer"):
+        engine.chat("a")
+    task = asyncio.create_task(front.generate(PROMPT, LONGER))
+    await wait_in_loop(lambda: engine.has_work)
+    await front.close()
+    assert (await task).finish_reason == "abort"
+    with pytest.raises(EngineClosedError):
+        await front.generate(PROMPT, TEN)
+    with pytest.raises(EngineClosedError):
+        engine.flush()
+    engine.close()
     assert engine.state == "closed" and engine.pid is None
 
 
@@ -186,3 +221,236 @@ def test_a_stream_that_is_left_ends_its_request(engine):
     assert handle.done and {choice.finish_reason for choice in handle.output.choices} == {"abort"}
     said = [len(choice.token_ids) for choice in handle.output.choices]
     assert handle.output.usage.completion_tokens == sum(said) and not engine.has_work
+
+
+def is_unread(front: AsyncEngine) -> bool:
+    return not any(port.readers for port in front._ports.values())
+
+
+@pytest.mark.anyio
+async def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, here, monkeypatch):
+    """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
+    prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
+    known = [out.token_ids for out in here.generate(prompts, TEN)]
+    [text] = here.generate(["Hello there"], TEN)
+
+    model = saved_model(tokenizer=True, max_position_embeddings=2048)
+    engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own")
+    front = AsyncEngine(engine, reads=True)
+    outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
+    said = await front.generate("Hello there", TEN)
+    monkeypatch.setattr(async_engine, "MAX_IDS_AT_ONCE", 10)
+    again = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
+    async with await front.start(PROMPT, LONGER) as left:
+        await anext(left)
+    async with await front.start(PROMPT, LONGER) as stopped:
+        await anext(stopped)
+        await stopped.stop()
+        assert [piece.finish_reason async for piece in stopped][-1] == "abort"
+    with pytest.raises(RequestError, match="token ids"):
+        await front.start([10**6], TEN)
+    assert left.output.finish_reason == "abort" and is_unread(front)
+    assert not [thread for thread in threading.enumerate() if thread is engine.core.reader and thread.name == READ]
+    await front.close()
+    with pytest.raises(EngineClosedError):
+        await front.start(PROMPT, TEN)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in again] == known
+    assert (said.text, said.token_ids) == (text.text, text.token_ids)
+
+
+@pytest.mark.anyio
+async def test_a_close_ends_while_a_round_waits_for_the_process(model, redis):
+    """It carries out a deletion, and the loop that is being closed is the one that reads the answer."""
+    asks = threading.Event()
+
+    shared = {"session_store": redis.url, "session_durability": "unchecked"}
+    engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", **shared)
+    front = AsyncEngine(engine, reads=True)
+    await front.call(engine.chat("deleted").send, "Hello", TEN)
+    os.kill(engine.pid, signal.SIGSTOP)
+    with before_each(engine.client, "call", asks.set):
+        await front.call(engine.sessions.delete(SessionKey("", "deleted")).wait)  # as another server does it
+        await front.call(wait_until, asks.is_set, "the next round")
+        closing = asyncio.create_task(front.close())
+        await front.call(wait_until, lambda: engine.closed, "it begins to close")
+        os.kill(engine.pid, signal.SIGCONT)
+        await asyncio.wait_for(closing, TIMEOUT_S)
+    assert engine.state == "closed"
+
+
+def test_requests_wait_for_a_process_that_does_not_read(own, here):
+    """More than the kernel holds back for it: the rest goes out once there is room, and nothing is lost."""
+    prompts = [[i % 150 + 3, i // 150 + 3, 9] for i in range(1500)]
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    os.kill(own.pid, signal.SIGSTOP)
+    try:
+        handles = [own.submit(prompt, one) for prompt in prompts]
+        assert own.core._life._channel.num_unsent > 0
+    finally:
+        os.kill(own.pid, signal.SIGCONT)
+    for handle in handles:
+        list(own.stream(handle))
+    assert own.core._life._channel.num_unsent == 0
+    sample = range(0, 1500, 97)
+    known = here.generate([prompts[i] for i in sample], one)
+    assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
+
+
+def test_more_requests_than_are_taken_are_refused(own):
+    own.core.max_requests = 2
+    os.kill(own.pid, signal.SIGSTOP)  # so that none of them ends
+    try:
+        handles = own.client.submit([(list(PROMPT), LONG)] * 2)
+        with pytest.raises(EngineOverloadedError):
+            own.client.submit([(list(PROMPT), TEN)])
+        for handle in handles:  # as `abort` says it, which then waits for the process
+            own.core.end(handle.request_id)
+    finally:
+        os.kill(own.pid, signal.SIGCONT)
+        own.core.max_requests = MAX_REQUESTS
+    for handle in handles:
+        own.client.abort(handle)
+        assert handle.done and handle.output.finish_reason == "abort" and handle.lineage is not None
+    assert len(own.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def test_half_a_character_does_not_cross(own):
+    with pytest.raises(RequestError, match="surrogate"):
+        own.generate([PROMPT], TEN, tenant="half \ud83d")
+    assert not own.has_work
+
+
+def fill(core) -> None:
+    """Until the process, which is stopped, takes nothing more."""
+    with pytest.raises(EngineOverloadedError):
+        while True:
+            core._life.send(encode(End("nobody's", None, None)))
+
+
+def takes_more(own) -> bool:
+    try:
+        own.stats()
+    except EngineOverloadedError:
+        return False
+    return True
+
+
+def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(own):
+    chat = own.chat("expiring")
+    chat.send("Hello", TEN)
+    chat.set_ttl(3600)
+    hold = own.chats.claims.hold(chat.key)
+    turn = chat.begin(hold, chat.check([{"role": "user", "content": "More"}], TEN), TEN)
+    for _ in own.stream(turn.handle):
+        pass
+    os.kill(own.pid, signal.SIGSTOP)
+    try:
+        fill(own.core)
+        assert chat.end(hold).number == 2
+        own.chats.claims.release(hold)
+    finally:
+        os.kill(own.pid, signal.SIGCONT)
+    wait_until(lambda: takes_more(own), "it goes on")
+    chat.send("And more", TEN)
+    stored = own.sessions.load(chat.key)
+    assert (stored.turn, stored.token_ids, stored.messages) == (3, chat.token_ids, chat.messages)
+    assert len(chat.messages) == 6
+
+
+def test_nothing_of_the_configuration_is_in_the_list_of_processes(own):
+    shown = Path(f"/proc/{own.pid}/cmdline").read_bytes()
+    assert shown.endswith(b"\0-m\0kvstore.engine.core_process\0")
+
+
+def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(ConfigError, match="block_size"):
+        Engine(model, block_size=0, process="own")
+    with pytest.raises(ModelError, match="not a directory"):
+        Engine(str(tmp_path / "nothing"), process="own")
+    with pytest.raises(ConfigError, match="made for 256 tokens"):  # said by the process
+        Engine(model, device="cpu", max_model_len=100_000, process="own")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd):
+    front, there = map(Channel, socket.socketpair())
+    before = here.loop.on_news
+    server = CoreServer(here.core, there, Heart(os.pipe()[1], 60.0))
+    lineage = Lineage(here.facts.root(""))
+    for number in range(2):
+        front.send(encode(Submit(f"r{number}", list(PROMPT), TEN, 10, "", 0, (), lineage)))
+    front.send(encode(End("unknown", None, None)))
+    with before_each_step(here, fail):
+        with held(here):  # both are in the same step
+            server.take_in()
+        told = []
+        while len(told) < 2 and front.poll(120_000):
+            told += [update for message in front.receive() for update in decode_outbound(message).updates]
+    failures = {update.request_id: str(update.ended.error) for update in told}
+    assert failures == {f"r{number}": "the engine failed: RuntimeError: injected" for number in (0, 1)}
+    assert capfd.readouterr().err.count("injected") == 1
+    front.close()
+    there.close()
+    here.loop.on_news = before
+    assert len(here.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+MANY = 5000  # requests, so that it takes a while to end them
+
+
+# -- without a process -------------------------------------------------------------------------------------------------
+class Life:
+    """Says one token of one request, and lives until it is ended."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._says = [Update("request-0", [Said(0, 5)])]
+
+    def greeted(self, is_wanted):
+        return Facts("none", 256, 256, 16, 1, 160, b"", b"", {})
+
+    def watch_with(self, selector):
+        """The test wakes the reader."""
+
+    def send(self, message):
+        """It answers none."""
+
+    def receive(self):
+        said, self._says = self._says, []
+        return said
+
+    def wait(self):
+        self._over.wait()
+        return "exit code 1"
+
+    def end(self):
+        self._over.set()
+
+    def retire(self):
+        """It has no channel."""
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
+    """The reader comes back from telling one of them while the others are being ended."""
+    life, told, is_telling = Life(), [], threading.Event()
+    core = RemoteCore(lambda: life, max_restarts=0)
+    core.started.result()
+    client = CoreClient(core, None)
+    over = ("closed", "failed")
+
+    def hear(handles):
+        is_telling.set()
+        while core.state not in over:
+            pass
+        told.extend(handle.request_id for handle in handles)
+
+    handles = client.submit([([3, 4], SamplingParams())] * MANY, listener=hear)
+    core.readiness.wake()
+    is_telling.wait()
+    core.close() if is_closed else life.end()
+    core.reader.join()
+    assert sorted(told) == sorted(["request-0", *(handle.request_id for handle in handles)]), "the first twice"
+    core.close()

@@ -1,17 +1,27 @@
-"""Two engines behind one front: the same tokens as one has, conversations that stay or move, and one that is killed."""
+"""Two engines behind one front: the same tokens as one has, conversations that stay or move, and one that is killed.
+
+What they share is divided; where a conversation was is known; what each counts is added up.
+"""
 
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.blocks.ids import extend_chain, lineage_root
 from kvstore.blocks.records import Evict
+from kvstore.engine.client.affinity import Whereabouts
+from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
+from kvstore.engine.client.totals import total, total_stats
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError, EngineDiedError
+from kvstore.stats import Histogram
 from tests.support.engines import greedy, open_engine, tokens
 from tests.support.waiting import wait_until
 
@@ -20,6 +30,8 @@ PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(8)]
 LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 LONGER = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)  # seconds
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SYSTEM = tokens(99, 64)
+SECRET = "the secret of this fleet, 32 characters"
 
 
 def open_two(model: str, path: Path | None = None, size: int = 2, cpu="4MiB", **options) -> Engine:
@@ -293,3 +305,137 @@ def test_each_may_be_several_ranks(model, plain, tmp_path):
 def test_a_tier_without_room_is_refused(model, tmp_path):
     with pytest.raises(ConfigError, match="cpu is"):
         open_two(model, tmp_path / "store", cpu="4KiB")
+
+
+def chain(token_ids: list[int], *owner: str) -> list[bytes]:
+    found: list[bytes] = []
+    extend_chain(found, lineage_root(b"secret", "model", *owner), token_ids, 16)
+    return found
+
+
+def conversation(seed: int, num_tokens: int = 40) -> list[int]:
+    return [*SYSTEM, *tokens(seed, num_tokens)]
+
+
+def test_a_conversation_goes_on_where_it_was():
+    known = Whereabouts()
+    first, second = tokens(1, 50), tokens(2, 50)
+    assert known.engine_of(chain(first)) is None
+    known.note(chain(first), 1)
+    known.note(chain(second), 0)
+    assert known.engine_of(chain([*first, *tokens(3, 500)])) == 1
+    assert known.engine_of(chain([*second, *tokens(4, 30)])) == 0
+    assert known.engine_of(chain(first[:40])) == 1, "a shorter prompt of it"
+
+
+def test_it_moves_with_its_last_turn():
+    known = Whereabouts()
+    for length, engine in ((40, 0), (100, 1), (160, 1)):
+        known.note(chain(tokens(1, length)), engine)
+    assert known.engine_of(chain(tokens(1, 200))) == 1
+
+
+def test_a_shared_beginning_says_nothing():
+    known = Whereabouts()
+    known.note(chain(conversation(1)), 0)
+    known.note(chain(conversation(2)), 0)
+    assert known.engine_of(chain(conversation(3))) is None
+    assert known.engine_of(chain(conversation(1, 80))) == 0, "what follows it says where it was"
+    known.note(chain(conversation(3)), 1)
+    assert [known.engine_of(chain(conversation(seed, 60))) for seed in (1, 2, 3)] == [0, 0, 1]
+
+
+def test_tenants_and_salts_are_apart():
+    known = Whereabouts()
+    known.note(chain(SYSTEM, "anna"), 1)
+    assert known.engine_of(chain(SYSTEM, "anna")) == 1
+    assert known.engine_of(chain(SYSTEM, "bob")) is None
+    assert known.engine_of(chain(SYSTEM, "anna", "salt")) is None
+
+
+def test_what_was_used_least_recently_is_forgotten_from_its_tail():
+    known = Whereabouts(20)
+    known.note(chain(tokens(1, 160)), 0)
+    known.note(chain(tokens(2, 160)), 1)
+    known.note(chain(tokens(3, 80)), 1)
+    assert len(known) == 20
+    assert known.engine_of(chain(tokens(1, 80))) == 0 and known.engine_of(chain(tokens(2, 160))) == 1
+    for seed in range(10, 30):
+        known.note(chain(tokens(seed, 160)), 1)
+    assert known.engine_of(chain(tokens(1, 160))) is None and len(known) == 20
+
+
+def test_each_has_its_part_of_memory_and_none_of_the_disk(tmp_path):
+    tiers = CacheTiers(hbm="1GiB", cpu="4GiB", disk="10GiB", path=str(tmp_path))
+    each = divided(EngineConfig(None, tiers, data_parallel_size=4), b"\1" * 32, "socket")
+    assert [one.data_parallel_rank for one in each] == [0, 1, 2, 3]
+    for one in each:
+        assert (one.tiers.hbm, one.tiers.cpu, one.tiers.disk) == (1 << 30, 1 << 30, 0)
+        assert one.common_root() == b"\1" * 32 and one.disk_owner == "socket"
+        assert EngineConfig.of(one.arguments()) == one
+        assert "0101" not in repr(one)
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET)
+    disk = {"disk": "1GiB", "path": tmp_path}
+    wrong = {
+        "cpu is 0": EngineConfig(None, CacheTiers(**disk), data_parallel_size=2),
+        "remote is set, but so is a disk": EngineConfig(
+            None, CacheTiers(cpu="1GiB", remote="redis://localhost", **disk), data_parallel_size=2
+        ),
+        "distributed_executor": EngineConfig(None, distributed_executor="ray", data_parallel_size=2),
+        "kv_events": EngineConfig(None, kv_events="tcp://*:5557", data_parallel_size=2),
+    }
+    for words, config in wrong.items():
+        with pytest.raises(ConfigError, match=words):
+            check_divisible(config)
+        check_divisible(replace(config, data_parallel_size=1))
+    for size in (0, 65, "2", True):
+        with pytest.raises(ConfigError, match="data_parallel_size is"):
+            EngineConfig(None, data_parallel_size=size)
+    with pytest.raises(ConfigError, match="device is cuda:1"):
+        EngineConfig(None, device="cuda:1", data_parallel_size=2)
+
+
+def test_processors_are_divided_unless_the_user_has_said(monkeypatch):
+    num = len(os.sched_getaffinity(0))
+    assert environment_of_each(1, {}) == {} == environment_of_each(2, {"OMP_NUM_THREADS": "8"})
+    assert environment_of_each(num, {}) == {"OMP_NUM_THREADS": "1"} == environment_of_each(10 * num, {})
+
+
+def test_numbers_are_added_item_by_item():
+    one, other = {"a": 1, "b": {"c": 2.5, "d": None}, "e": [1, 2]}, {"a": 4, "b": {"c": 1, "d": 3}, "e": [10, 20]}
+    assert total([one, other]) == {"a": 5, "b": {"c": 3.5, "d": 3}, "e": [11, 22]}
+    assert total([{"x": 1}, {"y": 2}]) == {"x": 1, "y": 2}, "one has counted what the other has not met"
+
+
+def test_what_is_no_amount_is_not_added():
+    one = {"block_size": 16, "policy": "auto", "is_auto": False, "read_bytes_per_s": 10.0, "degraded": None}
+    other = {"block_size": 16, "policy": "auto", "is_auto": True, "read_bytes_per_s": 30.0, "degraded": "no answer"}
+    assert total([one, other]) == {
+        "block_size": 16, "policy": "auto", "is_auto": True, "read_bytes_per_s": 20.0, "degraded": "no answer",
+    }  # fmt: skip
+    assert total([{"read_bytes_per_s": None}, {"read_bytes_per_s": 7}]) == {"read_bytes_per_s": 7}
+
+
+def test_histograms_keep_their_bounds():
+    first, second = Histogram(), Histogram()
+    first.observe(0.1)
+    second.observe(3.0)
+    both = total([first.as_dict(), second.as_dict()])
+    assert both["bounds"] == first.as_dict()["bounds"]
+    assert sum(both["counts"]) == 2 and both["sum"] == 3.1
+
+
+def test_the_disk_is_counted_once():
+    policy = {"evictable": {"cpu": 3, "disk": 0}, "in_force": {"cpu": "return", "disk": "return"}}
+    engine = {"hbm": {"blocks": 5}, "store": {"read": 0, "remote_read": 2}, "policy": policy,
+              "remote": {"degraded": None}, "lost": None}  # fmt: skip
+    disk = {"disk": {"blocks": 9, "degraded": None}, "store": {"read": 4}, "lost": "gone",
+            "policy": {"evictable": {"disk": 9}, "in_force": {"disk": "lru"}}}  # fmt: skip
+    found = total_stats([engine, {**engine, "remote": {"degraded": "no answer in time"}}], disk)
+    assert found["store"] == {"read": 4, "remote_read": 4} and found["hbm"] == {"blocks": 10}
+    assert found["disk"] == {"blocks": 9, "degraded": "no answer in time"} and found["lost"] == "gone"
+    assert found["policy"]["evictable"] == {"cpu": 6, "disk": 9} and "remote" not in found
+    assert total_stats([engine, engine], None)["remote"] == {"degraded": None}

@@ -4,7 +4,6 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,32 +20,6 @@ def row(name: str, token_ids: list[int], blocks: list[int]) -> NewRow:
 
 def step(name: str, start: int, count: int, samples: int = 1, allocation: Allocation = NOTHING_NEW) -> Scheduled:
     return Scheduled(name, start, count, samples, allocation)
-
-
-def tokens_of(name: str, count: int) -> list[int]:
-    """Every token tells whose it is and where it stands."""
-    return [1000 * (ord(name[0]) - 96) + position for position in range(count)]
-
-
-@pytest.fixture
-def batch() -> InputBatch:
-    """Requests of 4, 17 and 4 tokens in the blocks [0], [5, 6] and [11]; at most 128 blocks each."""
-    batch = InputBatch(max_num_seqs=4, max_model_len=2048, block_size=16)
-    for name, count, blocks in (("a", 4, [0]), ("b", 17, [5, 6]), ("c", 4, [11])):
-        batch.join(row(name, tokens_of(name, count), blocks))
-    return batch
-
-
-def test_slot_mapping_of_the_worked_example(batch):
-    assert batch.block_table.shape == (4, 128)
-    inputs = batch.build((step("a", 0, 4), step("b", 0, 17), step("c", 0, 4)))
-    assert inputs.slots.tolist() == [0, 1, 2, 3, *range(80, 96), 96, 176, 177, 178, 179]
-    assert inputs.positions.tolist() == [*range(4), *range(17), *range(4)]
-    assert inputs.token_ids.tolist() == [*tokens_of("a", 4), *tokens_of("b", 17), *tokens_of("c", 4)]
-    assert inputs.query_start.tolist() == [0, 4, 21, 25]
-    assert inputs.context_lens.tolist() == [4, 17, 4]
-    assert inputs.sample_tokens.tolist() == [3, 20, 24]
-    assert inputs.sample_rows.tolist() == [0, 1, 2]
 
 
 def test_slots_beyond_32_bits_do_not_overflow():

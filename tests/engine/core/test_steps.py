@@ -9,7 +9,7 @@ import torch
 
 from kvstore import SamplingParams
 from kvstore.blocks.ids import BlockId
-from kvstore.engine.core.steps import PipelinedSteps
+from kvstore.engine.core.step_loop import PipelinedSteps
 from tests.support.by_hand import by_hand
 from tests.support.engines import cached, counters, evict_cpu, open_engine, settle, tokens
 
@@ -18,14 +18,6 @@ BLOCK_SIZE = 4
 VOCAB = 160
 NUM_SEEDS = 3
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def params_of(rng: random.Random) -> SamplingParams:

@@ -21,6 +21,7 @@ from tests.support.engines import (
     cached,
     counters,
     evict_cpu,
+    evict_hbm,
     greedy,
     open_engine,
     save_model,
@@ -76,8 +77,7 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
         outputs = engine.generate(histories, [greedy(3)] * 2)
         assert [output.token_ids for output in outputs] == answers
         for tier in (1, 2):
-            settle(engine)
-            engine.loop.pool.evict_all()
+            evict_hbm(engine)
             if tier == 2:
                 evict_cpu(engine)
             for history, answer in zip(nexts, expected, strict=True):

@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 
-from kvstore import CacheTiers, Engine
 from kvstore.config import MAX_SAVE_BYTES
 from kvstore.engine.model.memory import CUDA_FRACTION
 from kvstore.engine.model.step import runner, warm_up
@@ -23,12 +22,12 @@ from kvstore.engine.ranks import process
 from kvstore.engine.ranks.wire import decode_start_here
 from kvstore.errors import ConfigError, EngineDiedError
 from kvstore.kernels.device import start_to_host
-from tests.engine.devices.test_cuda_fake import OPTIONS, needs_triton
+from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
 from tests.support import fake_cuda
 from tests.support.by_hand import crawling
-from tests.support.engines import Plain, ask, cached, counters, greedy, open_engine, save_model, settle, tokens
+from tests.support.engines import Plain, ask, cached, evict_hbm, greedy, open_engine, save_model, tokens
 from tests.support.fake_nccl import FakeNccl
-from tests.support.ranks import SIZES, children, is_gone, rank_of
+from tests.support.ranks import BOTH, SIZES, check_says, children, is_gone, rank_of
 from tests.support.waiting import wait_until
 
 if torch.cuda.is_available():
@@ -58,14 +57,10 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
         yield
 
 
-def engine_on_cuda(model, path, hbm="2MiB", **options) -> Engine:
-    return Engine(model, CacheTiers(hbm, "2MiB", "32MiB", path), device="cuda", load="always", **{**OPTIONS, **options})
-
-
 CASES = [
     pytest.param({"tensor_parallel_size": 2}, True, marks=needs_triton, id="tensor, kernels"),
     *(pytest.param(SIZES[name], False, id=name) for name in SIZES),
-    pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False, id="both"),
+    pytest.param(BOTH, False, id="both"),
 ]
 
 
@@ -78,12 +73,7 @@ def test_several_devices_say_what_one_process_does(sizes, has_triton, tmp_path, 
     plain.engine.close()
     count = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
     with devices(monkeypatch, has_triton, count), engine_on_cuda(model, tmp_path / "store", **sizes) as engine:
-        for _ in range(2):
-            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(4))] == answers
-            settle(engine)
-            engine.loop.call(engine.loop.pool.evict_all)
-        found = counters(engine)
-        assert found["loaded"] > 0 and found["load_failures"] == found["dropped_saves"] == 0
+        check_says(engine, answers, PROMPTS)
     assert children(os.getpid()) <= before
     with open_engine(model, tmp_path / "store", block_size=4, max_model_len=32) as engine:
         outs = [ask(engine, prompt, 4) for prompt in PROMPTS]
@@ -124,8 +114,7 @@ def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(t
     opened = partial(engine_on_cuda, save_model(tmp_path / "model", **MODEL), tmp_path / "store", **SIZES["tensor"])
     with devices(monkeypatch), opened() as engine:
         ask(engine, PROMPTS[0], 4)
-        settle(engine)
-        engine.loop.call(engine.loop.pool.evict_all)
+        evict_hbm(engine)
         rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(4))
         try:
             wait_until(lambda: handle.done)
@@ -164,5 +153,5 @@ def test_too_few_devices_are_refused_before_anything_is_started(tmp_path, monkey
     opened = partial(engine_on_cuda, model, tmp_path / "store")
     too_few = "tensor_parallel_size is 2, but this machine has 3 CUDA devices for 2 x 2"
     with devices(monkeypatch, count=3), pytest.raises(ConfigError, match=too_few):
-        opened(tensor_parallel_size=2, pipeline_parallel_size=2)
+        opened(**BOTH)
     assert children(os.getpid()) <= before

@@ -17,15 +17,16 @@ from tests.support.engines import (
     cached,
     counters,
     evict_cpu,
+    evict_hbm,
     greedy,
     open_engine,
     settle,
+    tokens,
 )
-from tests.support.engines import tokens as some_tokens
 from tests.support.faults import before_each_load, before_each_save, constants
 
 MODEL = {"tokenizer": True}
-NUM_LAYERS = 3
+FIRST_AND_LAST = [0, 2]
 
 
 @pytest.fixture
@@ -64,18 +65,17 @@ def failing():
 
 def store_and_evict(engine, prompt, count: int = 4) -> None:
     ask(engine, prompt, count)
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
 
 
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("layer", FIRST_AND_LAST)
 def test_invariant_1_two_requests_that_share_loading_blocks_both_recompute_when_the_load_fails(
     engine, plain, failing, layer
 ):
-    stem = some_tokens(1, 100)
+    stem = tokens(1, 100)
     store_and_evict(engine, stem)
     faulty = failing(layer, times=1)
-    prompts = [stem + some_tokens(2, 9), stem + some_tokens(3, 5)]
+    prompts = [stem + tokens(2, 9), stem + tokens(3, 5)]
     handles = [engine.submit(prompt, greedy(6)) for prompt in prompts]
     engine.step()
     assert faulty.num_failures == 1
@@ -93,10 +93,10 @@ def test_invariant_1_two_requests_that_share_loading_blocks_both_recompute_when_
         assert out.token_ids == plain(prompt + plain(prompt, 6), 5)
 
 
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("layer", FIRST_AND_LAST)
 def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, failing, monkeypatch, layer):
     """The step computes whole blocks behind the loaded ones: on garbage, under exact ids."""
-    stem, rest = some_tokens(4, 64), some_tokens(5, 60)
+    stem, rest = tokens(4, 64), tokens(5, 60)
     store_and_evict(engine, stem)
     saved = engine.connector.parts.transfer
     original, ended = saved.end, threading.Event()
@@ -117,8 +117,7 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
     while engine.has_work:
         engine.step()
     assert ended.is_set() and handle.output.token_ids == plain(prompt, 4)
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
     again = ask(engine, [*prompt, 7], 6)
     assert again.token_ids == plain([*prompt, 7], 6)
     engine.loop.pool.evict_all()
@@ -128,7 +127,7 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
 
 def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engine, plain, failing):
     """One loads, one hits HBM, one decodes, one computes: whoever does not refer to a failed block keeps its tokens."""
-    loading, hitting, decoding, new = (some_tokens(seed, 50) for seed in (6, 7, 8, 9))
+    loading, hitting, decoding, new = (tokens(seed, 50) for seed in (6, 7, 8, 9))
     store_and_evict(engine, loading)
     ask(engine, hitting)
     running = engine.submit(decoding, greedy(12))
@@ -143,14 +142,13 @@ def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engin
         engine.step()
     assert [handle.output.token_ids for handle in handles] == [plain(prompt, 6) for prompt in prompts]
     assert running.output.token_ids == plain(decoding, 12)
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
     for prompt in [*prompts, decoding + plain(decoding, 12)]:
         assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
 
 
 def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, failing):
-    prompts = [some_tokens(seed, 70) for seed in range(20, 24)]
+    prompts = [tokens(seed, 70) for seed in range(20, 24)]
     for prompt in prompts:
         store_and_evict(engine, prompt)
     faulty = failing(0)
@@ -170,8 +168,7 @@ def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(
     chat = engine.chat("session", system="Be kind.")
     for turn in range(7):
         chat.send(f"This is message number {turn} of a long talk.", greedy(10))
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
     faulty = failing(1)
     while not chat.truncated_tokens:
         out = chat.send("And this is one more message, of a talk that is long.", greedy(10))
@@ -180,8 +177,7 @@ def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(
     faulty.left = 0
     state = engine.sessions.load(chat.key)
     assert (state.first_reencoded, state.chain) == (None, chat.window.chain)
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
     out = chat.send("Next.", greedy(5))
     assert cached(out)[3] == 0 and cached(out)[1] > 0
     assert out.token_ids == plain(out.prompt_token_ids, 5)
@@ -202,7 +198,7 @@ def before_forward(engine, words, monkeypatch):
 # -- the forward ------------------------------------------------------------------------------------------------------
 def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(engine, plain, monkeypatch):
     """The loads of the failed step must not land in blocks that the next step computes."""
-    stem = some_tokens(30, 96)
+    stem = tokens(30, 96)
     store_and_evict(engine, stem)
     go = threading.Event()
     with before_each_load(lambda layer, tear: go.wait(0.1)):
@@ -211,7 +207,7 @@ def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(e
             pytest.raises(RuntimeError, match="device is lost"),
         ):
             ask(engine, [*stem, 1])
-        others = [some_tokens(seed, 60) for seed in (31, 32)]
+        others = [tokens(seed, 60) for seed in (31, 32)]
         outs = engine.generate(others, greedy(6))
         assert [out.token_ids for out in outs] == [plain(prompt, 6) for prompt in others]
         go.wait(0.4)  # loads that were left behind would have landed
@@ -226,9 +222,9 @@ def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(e
         assert ask(engine, [*prompt, 2], 6).token_ids == plain([*prompt, 2], 6)
 
 
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("layer", FIRST_AND_LAST)
 def test_invariant_8_a_forward_that_raises_in_its_middle_stores_nothing_of_its_step(engine, plain, monkeypatch, layer):
-    prompt = some_tokens(40 + layer, 90)
+    prompt = tokens(40 + layer, 90)
     save = engine.connector.save_kv_layer
 
     def failing(number, key, value):
@@ -244,21 +240,20 @@ def test_invariant_8_a_forward_that_raises_in_its_middle_stores_nothing_of_its_s
     assert counters(engine)["saved"] == 0 and engine.connector.parts.cpu.pool.num_cached == 0
     out = ask(engine, prompt, 6)
     assert sum(cached(out)) == 0 and out.token_ids == plain(prompt, 6)
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
     out = ask(engine, [*prompt, 1], 6)
     assert cached(out)[1] == 80 and out.token_ids == plain([*prompt, 1], 6)
 
 
 def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(engine, plain, failing, monkeypatch):
     """Block numbers of a load that failed beside its forward say nothing about the requests that have them next."""
-    stem = some_tokens(50, 96)
+    stem = tokens(50, 96)
     store_and_evict(engine, stem)
     faulty = failing(0, times=1)
     with before_forward(engine, "injected", monkeypatch), pytest.raises(RuntimeError, match="injected"):
         ask(engine, [*stem, 1])
     faulty.left = 0
-    prompt = some_tokens(51, 90)
+    prompt = tokens(51, 90)
     assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
     assert engine.loop.scheduler.roster.num_failed_loads == 0
 
@@ -278,10 +273,10 @@ class FailingSave:
             raise RuntimeError("no memory for this copy")
 
 
-@pytest.mark.parametrize("number", [0, 1, 5, 15, 16, 17, 20])
+@pytest.mark.parametrize("number", [0, 1, 15, 16])
 def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, plain, number):
     """Call 0 is the prompt's step, the others are decode steps that write one token of a block each."""
-    prompt = some_tokens(60 + number, 70)
+    prompt = tokens(60 + number, 70)
     faulty = FailingSave({number})
     with before_each_save(faulty.save):
         first = ask(engine, prompt, 40)
@@ -293,8 +288,7 @@ def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, p
     check = ask(engine, [*history, 1], 8)
     assert check.token_ids == plain([*history, 1], 8), "a block was stored without some of its tokens"
     assert sum(cached(check)) < 96
-    settle(engine)
-    engine.loop.pool.evict_all()
+    evict_hbm(engine)
     out = ask(engine, [*history, 2], 8)
     assert sum(cached(out)) == 96 and out.token_ids == plain([*history, 2], 8)
 
@@ -310,7 +304,7 @@ def test_invariant_1_a_stored_chain_larger_than_the_free_arena_blocks_is_loaded_
     with constants(kvstore.store.assembly, STAGING_BYTES=0):
         opened = open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2)
     with by_hand(opened) as engine:
-        prompt = some_tokens(97, 200)
+        prompt = tokens(97, 200)
         store_and_evict(engine, prompt)
         evict_cpu(engine)
         pool = engine.connector.parts.cpu.pool

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
+from kvstore.errors import DegradedError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.engines import (
     Plain,
@@ -38,11 +38,6 @@ NUM_ROUNDS, NUM_LONG_ROUNDS = 6, 200
 CHILD = Path(__file__).parents[2] / "children/store_child.py"
 ROOT = CHILD.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
 
 
 class Nursery:
@@ -164,25 +159,11 @@ def test_invariant_5_kill_at_any_moment_loses_no_acknowledged_turn(nursery, mode
     check_after_kill(model, store, log, plain)
 
 
-# -- owners ------------------------------------------------------------------------------------------------------------
-def test_a_second_owner_is_refused_with_the_first_ones_pid(model, store):
-    with open_engine(model, store) as engine:
-        with pytest.raises(StoreLockedError) as refused:
-            open_engine(model, store)
-        assert refused.value.pid == os.getpid()
-        assert len(ask(engine, [1, 2, 3], 2).token_ids) == 2
-    with open_engine(model, store) as engine:
-        assert len(ask(engine, [1, 2, 3], 2).token_ids) == 2
-    engine.close()
-    with pytest.raises(EngineClosedError):
-        ask(engine, [1, 2, 3], 2)
-
-
+# -- forked, never closed ----------------------------------------------------------------------------------------------
 def test_a_forked_child_may_not_touch_the_store(nursery, model, store):
     assert nursery.run("fork", model, store) == "7 2"
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
 def test_an_engine_that_nobody_closes_drains_at_exit(nursery, model, store, plain):
     num_tokens = int(nursery.run("leave", model, store))
     with open_engine(model, store) as engine:

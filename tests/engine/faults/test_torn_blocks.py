@@ -28,13 +28,13 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import StepResult, Steps, StepTimes
+from kvstore.engine.core.step_loop import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.rank import RankTransfer
 from kvstore.memory.streams import CudaStreams, Queue, Streams
+from kvstore.memory.transfer import Arena
 from kvstore.store import assembly
 from tests.kvstore.memory.test_device_transfer import Tape
 from tests.support.simulated_streams import Broken, SimulatedStreams
@@ -313,8 +313,8 @@ class Engine:
 
 
 def run(
-    streams: Streams, device: torch.device, seed: int, num_steps: int, runs_ahead: bool = False,
-    other: OtherRank | None = None, least: tuple[int, int, int] = (0, 0, 0),
+    streams: Streams, device: torch.device, seed: int, num_steps: int, least: tuple[int, int, int] = (0, 0, 0),
+    runs_ahead: bool = False, other: OtherRank | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
     """Until something wrong is read, so many steps, and on until at least so many blocks were loaded, saved and evicted
     from the CPU tier: how many that takes depends on the machine. Returns how much was wrong, and the store's counters.
@@ -360,26 +360,42 @@ def transfers_in(streams: Streams):
 
 SPEEDS = [None, *Queue]  # which queue is the slowest
 TRIES = list(product(range(1, 6), SPEEDS[::-1]))  # seeds and speeds: a race need not show at each, nor each time
-MUCH, SOME = (150, 150, 50), (5, 50, 0)  # blocks loaded, saved and evicted
+# Steps at least; and blocks loaded, saved and evicted at least.
+MUCH, SOME, BROKEN = (200, (150, 150, 50)), (200, (5, 50, 0)), (400, (0, 0, 0))
 
 
-@pytest.mark.parametrize("slow", SPEEDS)
-def test_nothing_is_torn_or_stale(slow):
-    with simulated(1, slow=slow) as streams:
-        num_wrong, stats = run(streams, torch.device("cpu"), 1, 400, least=MUCH)
-    assert num_wrong == 0
-    assert has_moved(stats, MUCH)
-    assert stats["store"]["housekeeping_errors"] == 0
+def run_one(slow: Queue | None, broken: Broken | None = None, seed: int = 1) -> tuple[int, dict]:
+    with simulated(seed, broken, slow) as streams:
+        return run(streams, torch.device("cpu"), seed, *(BROKEN if broken else MUCH))
 
 
-@pytest.mark.parametrize("slow", SPEEDS)
-def test_nothing_is_torn_where_steps_run_ahead(slow):
+def run_ahead(slow: Queue | None) -> tuple[int, dict]:
     """Blocks of who has ended are given away while a step that writes to them is in flight, and saves end before the
-    blocks in which they stand have names."""
+    blocks in which they stand have names.
+    """
     with simulated(1, slow=slow) as streams:
-        num_wrong, stats = run(streams, torch.device("cpu"), 1, 400, runs_ahead=True, least=SOME)
+        return run(streams, torch.device("cpu"), 1, *SOME, runs_ahead=True)
+
+
+def run_two(slow: Queue | None, broken: Broken | None = None, seed: int = 1) -> tuple[int, dict]:
+    """Two ranks, each with a device of its own. slow, broken: queues of the other rank. This one does all at once, so
+    that it waits for the other alone.
+    """
+    other, streams = OtherRank(SimulatedStreams(seed + 1, broken=broken, slow=slow)), Tape()
+    try:
+        with transfers_in(streams):
+            return run(streams, torch.device("cpu"), seed, *(BROKEN if broken else MUCH), other=other)
+    finally:
+        other.close()
+        other.streams.close()
+
+
+@pytest.mark.parametrize("slow", SPEEDS)
+@pytest.mark.parametrize("runs", [run_one, run_ahead, run_two])
+def test_nothing_is_torn_or_stale(runs, slow):
+    num_wrong, stats = runs(slow)
     assert num_wrong == 0
-    assert has_moved(stats, SOME)
+    assert has_moved(stats, (SOME if runs is run_ahead else MUCH)[1])
     assert stats["store"]["housekeeping_errors"] == 0
 
 
@@ -397,40 +413,13 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
-def test_the_run_above_would_see_it(what):
-
-    def num_wrong(seed: int, slow: Queue | None) -> int:
-        with simulated(seed, BREAKS[what], slow) as streams:
-            return run(streams, torch.device("cpu"), seed, 400)[0]
-
-    assert any(num_wrong(*one) for one in TRIES), f"nobody notices when {what}"
-
-
-# -- two ranks, each with a device of its own --------------------------------------------------------------------------
-def run_two(slow: Queue | None, broken: Broken | None = None, seed: int = 1) -> tuple[int, dict]:
-    """slow, broken: queues of the other rank. This one does all at once, so that it waits for the other alone."""
-    other, streams = OtherRank(SimulatedStreams(seed + 1, broken=broken, slow=slow)), Tape()
-    try:
-        with transfers_in(streams):
-            return run(streams, torch.device("cpu"), seed, 400, other=other, least=(0, 0, 0) if broken else MUCH)
-    finally:
-        other.close()
-        other.streams.close()
-
-
-@pytest.mark.parametrize("slow", SPEEDS)
-def test_nothing_is_torn_or_stale_on_two_ranks(slow):
-    num_wrong, stats = run_two(slow)
-    assert num_wrong == 0
-    assert has_moved(stats, MUCH)
-    assert stats["store"]["housekeeping_errors"] == 0
-
-
-@pytest.mark.parametrize("what", [what for what in BREAKS if "static" not in what])
-def test_the_run_of_two_would_see_it(what):
-    found = any(run_two(slow, BREAKS[what], seed)[0] for seed, slow in TRIES)
-    assert found, f"nobody notices when {what} on the other rank"
+@pytest.mark.parametrize(
+    ("runs", "what"),
+    [*product([run_one], BREAKS), *product([run_two], [what for what in BREAKS if "static" not in what])],
+)
+def test_these_runs_would_see_it(runs, what):
+    found = any(runs(slow, BREAKS[what], seed)[0] for seed, slow in TRIES)
+    assert found, f"nobody notices when {what}"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

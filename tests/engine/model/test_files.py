@@ -1,4 +1,4 @@
-"""Files of models: what cannot be served is one line with the remedy, before anything is loaded or fetched in vain."""
+"""Files of models: what is loaded; what cannot be served is one line with the remedy, before anything is fetched."""
 
 import http.server
 import json
@@ -17,14 +17,15 @@ import transformers
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.model.files import check_speaks, find_model, template_text
+from kvstore.engine.model.loading import _call_token_ids, _device, load
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 from kvstore.service.command import cli
+from tests.support.engines import bare_copy, save_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 LLAMA = '{"model_type": "llama", "num_attention_heads": 4}'
 AWQ = '{"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}'
 GPTQ = '{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}'
-
 BAD = [
     ({"model.safetensors": POINTER, "config.json": LLAMA}, r"model\.safetensors is a Git LFS pointer.*`git lfs pull`"),
     ({"model.safetensors": "x", "tokenizer.json": POINTER, "config.json": LLAMA}, r"tokenizer\.json is a Git LFS"),
@@ -34,7 +35,17 @@ BAD = [
     ({"model-q4_k_m.gguf": "GGUF"}, r"GGUF format.*give the model it was made from"),
     ({"pytorch_model.bin": "x", "config.json": LLAMA}, r"weights as \*\.bin.*convert: python -c .*save_pretrained"),
     ({"model.safetensors": "x", "config.json": '{"model_type": "mamba"}'}, r"is a mamba, which has no attention"),
-]
+    ({}, r"no \*\.safetensors"),
+    ({"pytorch_model.bin": "x"}, r"only safetensors weights are loaded"),
+    ({"model.safetensors": "x"}, r"no config\.json"),
+    ({"model.safetensors": "x", "config.json": "{"}, r"cannot read the configuration"),
+    ({"model.safetensors": "x", "config.json": "[]"}, r"configuration of .*: config\.json holds no object of JSON"),
+    ({"model.safetensors": "x", "config.json": '{"model_type": "llama", "num_hidden_layers": "four"}'},
+     r"configuration of .*'num_hidden_layers'.*expected int, got str"),
+    ({"model.safetensors": "x", "config.json": '{"model_type": "nosuch"}'}, r"cannot read the configuration"),
+    ({"model.safetensors": "x", "config.json": '{"model_type": "t5"}'}, r"encoder-decoder"),
+    ({"model.safetensors": "x", "config.json": '{"model_type": "vit"}'}, r"no causal language model"),
+]  # fmt: skip
 
 
 def folder(path: Path, files: dict[str, str]) -> Path:
@@ -43,19 +54,10 @@ def folder(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
-def bare_copy(path: Path, *without: str) -> Path:
-    """The built-in model without these files; a template stands in a file of its own."""
-    path.mkdir()
-    for file in MODEL_DIR.iterdir():
-        if file.name not in without:
-            (path / file.name).symlink_to(file)
-    return path
-
-
 @pytest.mark.parametrize(("files", "message"), BAD)
 def test_what_cannot_be_served_is_one_line_with_the_remedy(tmp_path, files, message):
     with pytest.raises(ModelError, match=message) as caught:
-        find_model(folder(tmp_path, files))
+        load_cpu(folder(tmp_path, files))
     assert "\n" not in str(caught.value) and tmp_path.name in str(caught.value)
     assert isinstance(caught.value, UnsupportedModelError) == ("mamba" in message)
 
@@ -252,3 +254,141 @@ def test_a_window_is_refused_where_the_file_alone_says_that_it_is_too_large(tmp_
         check_speaks(tmp_path / "model", {"max_model_len": 513}, chats=False)
     file.write_text(json.dumps(config | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
     check_speaks(tmp_path / "model", {"max_model_len": 1024}, chats=False)
+
+
+def load_cpu(model, dtype="auto", max_model_len=None):
+    return load(model, "cpu", dtype, max_model_len)
+
+
+def test_a_directory_is_loaded_as_it_was_saved(tmp_path):
+    loaded = load_cpu(save_model(tmp_path / "tiny-model"))
+    assert (loaded.name, loaded.tokenizer, loaded.max_model_len) == ("tiny-model", None, 256)
+    assert loaded.model.dtype == torch.float32 and loaded.device.type == "cpu"
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert load_cpu(tmp_path / "tiny-model", dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_a_damaged_checkpoint_is_one_clear_line(tmp_path):
+    folder = Path(save_model(tmp_path / "m"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"m/model\.safetensors is incomplete or damaged; fetch it again") as caught:
+        load_cpu(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_clear_line(tmp_path):
+    folder = Path(save_model(tmp_path / "m"))
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ModelError, match=r"cannot load the tokenizer of .*/m: it lacks 'added_tokens'"):
+        load_cpu(folder)
+
+
+def test_weights_of_a_wrong_shape_are_one_clear_line(tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    file = Path(save_model(tmp_path / "m")) / "model.safetensors"
+    capsys.readouterr()
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name][:-3].clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"the weight {name} has shape \[\d+, \d+\], but config") as caught:
+        load_cpu(file.parent)
+    assert "\n" not in str(caught.value) and capsys.readouterr().err == ""  # no table of transformers
+
+
+def test_a_checkpoint_with_weights_missing_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = Path(save_model(tmp_path / "m")) / "model.safetensors"
+    weights = load_file(file)
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+        load_cpu(file.parent)
+
+
+@pytest.mark.parametrize("name", ["./missing", "/missing/model", "~/missing-model", "a b", "nobody/nosuch/model"])
+def test_names_that_are_no_model(name):
+    with pytest.raises(ModelError, match="is not a directory"):
+        load_cpu(name)
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_one_clear_line():
+    with pytest.raises(ModelError, match=r"nobody/nosuch is no directory here.*HF_HUB_OFFLINE is set") as caught:
+        load_cpu("nobody/nosuch")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_window(tmp_path):
+    folder = save_model(tmp_path / "m")
+    assert load_cpu(folder, max_model_len=100).max_model_len == 100
+    with pytest.raises(ConfigError, match="257"):
+        load_cpu(folder, max_model_len=257)
+    stretched = save_model(
+        tmp_path / "s", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    )
+    assert load_cpu(stretched, max_model_len=1024).max_model_len == 1024
+    with pytest.raises(ConfigError, match="1025"):
+        load_cpu(stretched, max_model_len=1025)
+
+
+def test_end_tokens_of_every_place_count(tmp_path):
+    folder = Path(save_model(tmp_path / "m", tokenizer=True))
+    known = load_cpu(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load_cpu(folder).eos_token_ids == known.eos_token_ids | {5, 6}
+
+
+def test_tokens_that_stand_for_calls_of_tools_are_known_by_their_names():
+    tokenizer = load_cpu(MODEL_DIR).tokenizer
+    calls = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|eom_id|>", "<｜tool▁calls▁begin｜>"]
+    others = ["<tool_response>", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "<|im_end|>", "<|eot_id|>"]
+    assert _call_token_ids(tokenizer) == _call_token_ids(None) == frozenset()
+    tokenizer.add_tokens(calls + others)
+    assert _call_token_ids(tokenizer) == frozenset(tokenizer.convert_tokens_to_ids(calls))
+
+
+def test_a_cuda_device_has_its_number_and_exists(monkeypatch):
+    """The current one is asked for once: it is that of a thread, and steps run in others."""
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert _device("auto") == _device("cuda") == torch.device("cuda", 1)
+    assert _device("cuda:0") == torch.device("cuda", 0) and _device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="cuda:2, but torch sees 2 CUDA devices"):
+        _device("cuda:2")
+
+
+def test_another_tokenizer_may_be_named(tmp_path):
+    folder = save_model(tmp_path / "m", vocab_size=2048)
+    assert load_cpu(folder).tokenizer is None
+    loaded = load(folder, "cpu", "auto", None, tokenizer_of=str(MODEL_DIR))
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("Hello")).endswith("Hello")
+    assert (loaded.name, loaded.source) == ("m", str(folder))  # what names its KV: a tokenizer changes none
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    folder = save_model(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"has no tokenizer; give a directory"):
+        load(folder, "cpu", "auto", None, tokenizer_of=str(folder))
+    with pytest.raises(ModelError, match=r"has [0-9,]+ tokens, but the model knows [0-9,]+"):
+        load(folder, "cpu", "auto", None, tokenizer_of=str(MODEL_DIR))
+
+
+def test_a_revision_is_the_hubs_and_is_loaded_from_its_own_directory(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "snapshots" / "abc")
+    with pytest.raises(ConfigError, match=r"revision is 'v1', which is for a hub id"):
+        load(folder, "cpu", "auto", None, revision="v1")
+    asked = []
+
+    def snapshot_download(hub_id, revision, allow_patterns, ignore_patterns):
+        asked.append((hub_id, revision))
+        if revision == "gone":
+            raise OSError("no such revision\nat all")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    loaded = load("some/model", "cpu", "auto", None, revision="v1")
+    assert (loaded.name, loaded.source, {*asked}) == ("some/model", str(folder), {("some/model", "v1")})
+    with pytest.raises(ModelError, match=r"cannot get some/model from the hub: no such revision$"):
+        load("some/model", "cpu", "auto", None, revision="gone")

@@ -1,17 +1,30 @@
-"""Every architecture through our attention and rotation, against the unmodified model."""
+"""Every architecture through our attention and rotation, and through lean layers, against the unmodified model."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kvstore.connector import NullConnector
+from kvstore.engine.model import lean
 from kvstore.engine.model.interception import PositionFreeModel, run_step
 from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.models import ARCHITECTURES, make_model
+from tests.support.packed import small_weights_packed
 
 MAX_LEN = 256
 NUM_TOKENS = 70  # longer than every sliding window in ARCHITECTURES
+# Families whose layers are taken over, and such whose are not.
+PLAIN = ("Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3Moe", "Mixtral", "Granite", "Gemma")
+OTHERS = ("Gemma2", "Olmo2", "Cohere", "GPTNeoX", "Phi3", "Glm4")
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed() -> Iterator[None]:
+    with small_weights_packed():
+        yield
 
 
 def prompt(seed: int = 1, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
@@ -24,21 +37,26 @@ def expected_logits(name: str, token_ids: torch.Tensor, **changes: object) -> to
 
 
 class Sequence:
-    """One request fed to a model in chunks, its blocks deliberately out of order unless `in_order`."""
+    """One request fed to a model in chunks, its blocks deliberately out of order."""
 
-    def __init__(self, model: PositionFreeModel, block_size: int = 8, in_order: bool = False) -> None:
+    def __init__(self, model: PositionFreeModel, block_size: int = 8) -> None:
         count = -(-MAX_LEN // block_size)
-        order = torch.arange(count) if in_order else torch.randperm(count, generator=torch.Generator().manual_seed(3))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
         self.model, self.block_size, self.table, self.length = model, block_size, order[None], 0
         self.caches = model.new_caches(count, block_size)
 
-    def feed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def feed(self, token_ids: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of every token, unless `samples` says of which."""
         start, self.length = self.length, self.length + len(token_ids)
         positions = torch.arange(start, self.length)
         slots = self.table[0][positions // self.block_size] * self.block_size + positions % self.block_size
         batch = PagedBatch([0, len(token_ids)], [self.length], self.table, slots, self.block_size)
-        every = torch.arange(len(token_ids))
-        return self.model.forward(token_ids, positions, batch, self.caches, NullConnector(), every)
+        samples = torch.arange(len(token_ids)) if samples is None else samples
+        return self.model.forward(token_ids, positions, batch, self.caches, NullConnector(), samples)
+
+
+def num_lean(model: PositionFreeModel) -> int:
+    return sum(isinstance(m.__dict__.get("forward"), lean.LeanLayer) for m in model.network.modules())
 
 
 @pytest.mark.parametrize("way", ["plain", "packed", "packed for CUDA"])  # all of them on a CPU
@@ -50,7 +68,10 @@ def test_logits_equal_the_unmodified_model(name, way, monkeypatch):
     if way == "packed for CUDA":
         monkeypatch.setattr("kvstore.engine.model.probe._is_on_cpu", lambda _: False)
     model = intercept(make_model(name), MAX_LEN, pack=way != "plain")
-    for chunks in ([NUM_TOKENS], [7, 33, 1, 29], [NUM_TOKENS - 5, 1, 1, 1, 1, 1], [1] * 20 + [50]):
+    if way == "packed" and name in (*PLAIN, *OTHERS):
+        assert num_lean(model) == (model.spec.num_layers if name in PLAIN else 0)
+        assert (model.network.kvstore_carrier.pruned_layer is None) == (name in OTHERS)
+    for chunks in ([NUM_TOKENS], [7, 33, 1, 29], [NUM_TOKENS - 5, 1, 1, 1, 1, 1], [1, 1, 1, NUM_TOKENS - 3]):
         sequence = Sequence(model)
         logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split(chunks)])
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
@@ -133,9 +154,7 @@ def test_logits_are_computed_where_a_token_is_sampled_only():
     model = intercept(network, MAX_LEN)
     seen = []
     network.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    batch = PagedBatch([0, 9], [9], torch.arange(2)[None], torch.arange(9), 8)
-    arguments = (prompt()[:9], torch.arange(9), batch, model.new_caches(2, 8), NullConnector())
-    logits = model.forward(*arguments, torch.tensor([2, 8]))
+    logits = Sequence(model).feed(prompt()[:9], torch.tensor([2, 8]))
     assert seen == [2] and logits.shape == (2, 160)
 
 
@@ -191,3 +210,43 @@ def test_a_model_whose_attention_adds_something_is_refused():
     layer.forward = forward
     with pytest.raises(UnsupportedModelError, match="logits differ"):
         intercept(network, MAX_LEN)
+
+
+# -- lean layers -------------------------------------------------------------------------------------------------------
+def packed(name: str, **changes: object) -> PositionFreeModel:
+    return intercept(make_model(name, **changes), MAX_LEN, pack=True)
+
+
+@torch.inference_mode()
+def test_a_pruned_step_still_writes_every_key() -> None:
+    model = packed("Llama")
+    pruned, whole = Sequence(model), Sequence(model)
+    pruned.feed(prompt(), torch.tensor([NUM_TOKENS - 1]))
+    whole.feed(prompt())
+    for found, expected in zip(pruned.caches, whole.caches, strict=True):
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert int(found[0].abs().sum(dim=(2, 3)).count_nonzero()) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("name, changes", [("Gemma", {}), ("Granite", {"embedding_multiplier": 2.0})])
+def test_a_network_that_scales_its_embedding_keeps_its_own_forward(name: str, changes: dict[str, object]) -> None:
+    model = packed(name, **changes)
+    assert num_lean(model) == 3
+    assert model.network.kvstore_carrier.lean is None
+
+
+def test_a_layer_that_scales_its_sums_stays() -> None:
+    assert num_lean(packed("Granite", residual_multiplier=0.9)) == 0
+
+
+def test_a_layer_that_computes_something_else_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with the parts of a plain one, whose forward uses them in another way."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    original = LlamaDecoderLayer.forward
+
+    def scaled(self: object, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return original(self, hidden_states, *args, **kwargs) * 1.01
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
+    assert num_lean(packed("Llama")) == 0

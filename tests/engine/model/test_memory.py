@@ -1,4 +1,4 @@
-"""The size of the block pool: given, or found."""
+"""The size of the block pool, given or found; and which device each of several processes computes on."""
 
 import warnings
 from collections import Counter
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvstore.config import MAX_SAVE_BYTES
-from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.config import EngineConfig, SchedulerConfig
+from kvstore.engine.model.devices import own_device
 from kvstore.engine.model.memory import CPU_FRACTION, CPU_WINDOWS, CUDA_WINDOWS, _maximal_step, num_hbm_blocks
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.forms import Form
@@ -20,6 +21,7 @@ from tests.support.models import make_model
 
 CONFIG = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=4)
 CROWD = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=1 << 20)  # could use any device's memory
+FOUR = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +126,33 @@ def test_auto_on_cuda_leaves_room_for_the_largest_step():
     assert blocks > 0 and free > 0.02 * total and len(caches) == model.spec.num_layers
     del caches
     torch.cuda.empty_cache()  # else nothing is left for processes that later tests start
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_each_rank_of_each_engine_has_a_device_of_its_own(device, monkeypatch):
+    engines = [EngineConfig(device=device, data_parallel_size=2, data_parallel_rank=n, **FOUR) for n in (0, 1)]
+    with fake_cuda.device(monkeypatch, count=8):
+        assert [own_device(one, rank) for one in engines for rank in range(4)] == [f"cuda:{n}" for n in range(8)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_without_devices_it_is_what_was_asked_for(device):
+    assert own_device(EngineConfig(device=device, **FOUR), 3) == device
+
+
+def test_one_process_may_have_any_device_and_several_the_cpu(monkeypatch):
+    with fake_cuda.device(monkeypatch, count=2):
+        assert own_device(EngineConfig(device="cuda:1")) == "cuda:1"
+        assert own_device(EngineConfig(device="cpu", **FOUR)) == "cpu"
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    with fake_cuda.device(monkeypatch, count=3):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, .* 3 CUDA devices for 2 x 2 processes"):
+            own_device(EngineConfig(**FOUR))
+        with pytest.raises(ConfigError, match="data_parallel_size is 4, but this machine has 3"):
+            own_device(EngineConfig(data_parallel_size=4))
+        with pytest.raises(ConfigError, match=r"distributed_executor is ray, .* cpu as the device"):
+            own_device(EngineConfig(tensor_parallel_size=2, distributed_executor="ray"))
+    with pytest.raises(ConfigError, match="device is cuda:1, but each of 4 processes needs its own"):
+        EngineConfig(device="cuda:1", **FOUR)

@@ -1,20 +1,25 @@
-"""The engine over packed weights and lean layers: chunks, mixed steps, batches of decodes, prefix hits, preemption.
+"""Packed weights and lean layers: chunks, mixed steps, batches of decodes, hits in every tier, preemption, sessions.
 
-Every answer is held to transformers' own forward, in bfloat16 and float32; see `packed.Reference`.
+Every answer is held to transformers' own forward, in bfloat16 and float32 (see `packed.Reference`), and what was loaded
+to what was computed.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.model import lean, packing
 from kvstore.kernels import attention_torch
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.decode import DecodeStep
 from kvstore.kernels.cpu.layer import NativeLayer, has_tiles, max_rows
-from tests.support.engines import cached, tokens
+from tests.support.engines import cached, counters, evict_cpu, evict_hbm, settle, tokens
 from tests.support.packed import (
     DTYPES,
     MODELS,
@@ -47,6 +52,8 @@ VARIANTS = {  # of "llama"
 IN_FLOAT32 = ("llama", "qwen3", "gemma2", "smollm3", "mixed")  # as the others, to rounding: these differ in their paths
 CASES = [(name, dtype) for name in [*MODELS, *VARIANTS] for dtype in DTYPES if dtype != "float32" or name in IN_FLOAT32]
 MANY = 36  # requests at once: more rows than C takes by tiles
+NAMES = ["llama", "qwen2 windows", "qwen3", "gemma2"]
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "hbm": "4MiB", "cpu": "4MiB"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +167,153 @@ def test_choices_of_one_prompt(engine: Watched, reference: Reference) -> None:
     reference.check(alone)
 
 
-def test_preemption_in_a_small_pool(case: Case, reference: Reference) -> None:
-    options = {"hbm": pool_bytes(reference.network, 10), "max_num_batched_tokens": BUDGET}
-    with pytest.warns(UserWarning, match="fewer than max_model_len"), watched(case.folder, **options) as engine:
-        outputs = engine.answer([tokens(50 + i, length) for i, length in enumerate((60, 33, 48))], asking(40))
-        assert engine.engine.loop.scheduler.roster.num_preemptions > 0
-        reference.check(*outputs)
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A model in a folder, and what answers are held to."""
+
+    folder: Path
+    reference: Reference
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether logits have the same bits wherever blocks lie: C adds in the order of positions, torch may not."""
+        return native.library() is not None and not hasattr(self.reference.network.config, "attn_logit_softcapping")
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in NAMES for dtype in DTYPES], ids=" ".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    stored = Stored(tmp_path_factory.mktemp("model"), Reference(make(*request.param)))
+    stored.reference.network.save_pretrained(stored.folder)
+    return stored
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_a_turn_is_the_same_from_every_tier(model: Stored, path: Path) -> None:
+    """From the same blocks the same logits, where the order of sums does not depend on where the blocks lie."""
+    history, outputs = tokens(1, 90), []
+    with watched(model.folder, path, **OPTIONS) as engine:
+        (first,) = engine.answer([history], asking(20))
+        question = history + first.token_ids + tokens(2, 61)  # 171 tokens
+        outputs += engine.answer([question], asking(12))
+        outputs += engine.answer([question], asking(12))
+        evict_hbm(engine.engine)
+        outputs += engine.answer([question], asking(12))
+        evict_cpu(engine.engine)
+        engine.engine.loop.pool.evict_all()
+        outputs += engine.answer([question], asking(12))
+    with watched(model.folder, path, **OPTIONS) as engine:
+        outputs += engine.answer([question], asking(12))
+    assert [cached(out) for out in outputs] == [
+        (96, 0, 0, 0), (160, 0, 0, 0), (0, 160, 0, 0), (0, 0, 160, 0), (0, 0, 160, 0)
+    ]  # fmt: skip
+    if model.same_bits:
+        from_hbm, *from_below = (out.choices[0].logprobs for out in outputs[1:])
+        assert all(found == from_hbm for found in from_below)
+    model.reference.check(first, *outputs)
+    with watched(model.folder, **OPTIONS) as engine:
+        (anew,) = engine.answer([question], asking(12))
+    assert cached(anew) == (0, 0, 0, 0)
+    model.reference.check(anew)
+    if model.reference.dtype == "float32":
+        assert {tuple(out.token_ids) for out in (anew, *outputs)} == {tuple(anew.token_ids)}
+
+
+def test_preempted_requests_resume_by_loading(model: Stored, path: Path) -> None:
+    options = {**OPTIONS, "hbm": pool_bytes(model.reference.network, 14)}
+    with pytest.warns(UserWarning, match="fewer than max_model_len"), watched(model.folder, path, **options) as engine:
+        outputs = engine.answer([tokens(seed, 64) for seed in (30, 31, 32)], asking(60))
+        assert engine.engine.loop.scheduler.roster.num_preemptions > 0 and counters(engine.engine)["loaded"] > 0
+        model.reference.check(*outputs)
+
+
+def test_many_requests_beside_evictions(model: Stored, path: Path) -> None:
+    """Tiers are emptied at random between steps; choices fan out, prompts share their beginnings."""
+    rng, handles = random.Random(5), []
+    stems = [tokens(seed, 120) for seed in (40, 41, 42)]
+    with watched(model.folder, path, **OPTIONS, max_num_seqs=12) as engine:
+        for number in range(24):
+            prompt = [*rng.choice(stems)[: rng.randrange(1, 120)], number]
+            params = asking(rng.randrange(1, 16), n=rng.choice((1, 1, 3)), temperature=rng.choice((0.0, 1.0)))
+            handles.append(engine.engine.submit(prompt, params))
+            for _ in range(rng.randrange(4)):
+                engine.engine.step()
+                if rng.random() < 0.3:
+                    engine.engine.loop.pool.evict_all()
+                if rng.random() < 0.2:
+                    with engine.engine.connector.parts.lock:
+                        engine.engine.connector.parts.cpu.pool.evict_all()
+        engine.finish()
+        settle(engine.engine)
+        assert counters(engine.engine)["loaded"] > 0 and engine.num_mixed > 0
+    model.reference.check(*(handle.output for handle in handles), is_greedy=False)
+    assert sum(cached(handle.output)[0] > 0 for handle in handles) > 0
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=[(name, dtype) for name in ("llama", "qwen3") for dtype in DTYPES], ids=" ".join)
+def chat_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    import transformers
+
+    folder, tokenizer = tmp_path_factory.mktemp("chat"), transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer.save_pretrained(folder)
+    network = make(*request.param, vocab_size=len(tokenizer) + 16, eos_token_id=tokenizer.eos_token_id)
+    network.save_pretrained(folder)
+    return Stored(folder, Reference(network))
+
+
+@torch.inference_mode()
+def reused(network: Any, old: list[int], source: list[int], rest: list[int]) -> torch.Tensor:
+    """Log probabilities, [len(rest), vocab_size], of `rest` behind keys and values that `old` left.
+
+    source: for each position in front of `rest`, the position in `old` whose KV stands there, its key rotated on.
+    """
+    kept = network(input_ids=torch.tensor([old]), use_cache=True).past_key_values
+    moved = torch.arange(len(source)) - torch.tensor(source)
+    for layer in kept.layers:
+        cos, sin = network.model.rotary_emb(layer.keys, moved[None])
+        key, (first, second) = layer.keys[:, :, source], layer.keys[:, :, source].chunk(2, -1)
+        layer.keys = key * cos + torch.cat([-second, first], -1) * sin
+        layer.values = layer.values[:, :, source]
+    positions = torch.arange(len(source), len(source) + len(rest))
+    ids = torch.tensor([rest])
+    logits = network(input_ids=ids, past_key_values=kept, position_ids=positions[None], use_cache=True).logits
+    return logits[0].float().log_softmax(-1)
+
+
+def check_reencoded(reference: Reference, output: Any, old: list[int], source: list[int]) -> None:
+    """old, source: see `reused`; everything behind was computed, in this turn or in turns before it."""
+    rest = [*output.prompt_token_ids, *output.token_ids][len(source) :]
+    theirs, exact = (reused(network, old, source, rest) for network in (reference.network, reference.exact))
+    first = len(rest) - 1 - len(output.token_ids)
+    reference.check_choice(output.choices[0], theirs[first:-1], exact[first:-1])
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_truncated_session_reuses_its_keys_at_new_positions(chat_model: Stored, path: Path, is_emptied: bool) -> None:
+    """Its turns are held to a forward over the keys of the whole session, moved to where the kept tokens stand."""
+    reference = chat_model.reference
+    with watched(chat_model.folder, path, **OPTIONS) as engine:
+        chat = engine.engine.chat("one", system="Be kind, and be brief, and say nothing that is not so.")
+        output = chat.send("This is the first message.", asking(10))
+        while not chat.truncated_tokens:
+            reference.check(output)
+            if is_emptied:
+                evict_cpu(engine.engine)
+                engine.engine.loop.pool.evict_all()
+            old, (head, *_) = list(chat.token_ids), chat.window.turn_starts
+            output = chat.send(f"This is message number {chat.num_turns}.", asking(10))
+        num_dropped = chat.truncated_tokens
+        assert cached(output)[3] >= 32
+        source = [place if place < head else place + num_dropped for place in range(output.usage.cached_tokens)]
+        for following in (output, chat.send("And now?", asking(10))):
+            check_reencoded(reference, following, old, source)
+    with watched(chat_model.folder, path, **OPTIONS) as engine:
+        again = engine.engine.chat("one")
+        output = again.send("And then?", asking(10))
+        assert again.truncated_tokens == num_dropped
+        assert cached(output)[2] > 0 and cached(output)[3] >= len(source) - cached(output)[2]
+        check_reencoded(reference, output, old, source)

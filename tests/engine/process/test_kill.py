@@ -155,44 +155,42 @@ def test_nobody_gets_the_store_while_a_process_outlives_its_front(shared):
     StoreDirectory.open(path).close()
 
 
-def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, caplog):
-    async def scenario():
-        engine = Engine(model, tiers(tmp_path / "store"), device="cpu", max_restarts=2, process="own")
-        front = AsyncEngine(engine)
-        old = engine.chat("talk")
-        outs = [old.send(f"message {number}", TEN) for number in range(3)]
-        engine.admin.pin("talk", 600)
-        assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
-        errors = await killed_in_the_middle(engine, front)
-        assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
-        with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
-            await front.generate(PROMPT, TEN)
-        await front.call(wait_until, lambda: engine.state == "running", "the restart")
+@pytest.mark.anyio
+async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, caplog):
+    engine = Engine(model, tiers(tmp_path / "store"), device="cpu", max_restarts=2, process="own")
+    front = AsyncEngine(engine)
+    old = engine.chat("talk")
+    outs = [old.send(f"message {number}", TEN) for number in range(3)]
+    engine.admin.pin("talk", 600)
+    assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
+    errors = await killed_in_the_middle(engine, front)
+    assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
+    with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
+        await front.generate(PROMPT, TEN)
+    await front.call(wait_until, lambda: engine.state == "running", "the restart")
 
-        chat = engine.chat("talk")
-        assert chat is not old and chat.num_turns == 3
-        assert engine.admin.pinned_until(SessionKey("", "talk")) is None  # the new process knows nothing of it
-        assert chat.messages[-1]["content"] == outs[-1].text
-        out = chat.send("what was that?", TEN)
-        known = outs[-1].prompt_token_ids + outs[-1].token_ids
-        assert out.prompt_token_ids[: len(known)] == known
-        assert engine.stats()["process"]["restarts"] == 1
-        engine.flush()
-        assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+    chat = engine.chat("talk")
+    assert chat is not old and chat.num_turns == 3
+    assert engine.admin.pinned_until(SessionKey("", "talk")) is None  # the new process knows nothing of it
+    assert chat.messages[-1]["content"] == outs[-1].text
+    out = chat.send("what was that?", TEN)
+    known = outs[-1].prompt_token_ids + outs[-1].token_ids
+    assert out.prompt_token_ids[: len(known)] == known
+    assert engine.stats()["process"]["restarts"] == 1
+    engine.flush()
+    assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
-        os.kill(engine.pid, signal.SIGKILL)
-        await front.call(wait_until, lambda: engine.core.life == 2, "the second restart")
-        await front.call(wait_until, lambda: engine.state == "running", "its end")
-        errors = await killed_in_the_middle(engine, front)
-        assert [type(error) for error in errors] == [EngineDiedError] * 10
-        assert engine.state == "failed" and engine.closed and engine.pid is None
-        for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk")):
-            with pytest.raises(EngineDiedError, match="stays down"):
-                wanted()
-        await front.close()
-        assert engine.state == "failed"
-
-    asyncio.run(asyncio.wait_for(scenario(), 300))
+    os.kill(engine.pid, signal.SIGKILL)
+    await front.call(wait_until, lambda: engine.core.life == 2, "the second restart")
+    await front.call(wait_until, lambda: engine.state == "running", "its end")
+    errors = await killed_in_the_middle(engine, front)
+    assert [type(error) for error in errors] == [EngineDiedError] * 10
+    assert engine.state == "failed" and engine.closed and engine.pid is None
+    for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk")):
+        with pytest.raises(EngineDiedError, match="stays down"):
+            wanted()
+    await front.close()
+    assert engine.state == "failed"
     following = ("is started again in 0 s, 1 of 2 an hour", "is started again in 1 s, 2 of 2", "is not started again")
     assert len(caplog.messages) == 3
     for said, wanted in zip(caplog.messages, following, strict=True):
@@ -201,29 +199,26 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert engine.chat("talk").num_turns == 4 and engine.sessions.upkeep.check().problems == ()
 
 
-def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
-    async def scenario():
-        engine = Engine(model, tiers(tmp_path / "store"), device="cpu", process="own")
-        front = AsyncEngine(engine, reads=True)
-        answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
-        for answer in answers:
-            await anext(answer)
-        os.kill(engine.pid, signal.SIGKILL)
-        for answer in answers:
-            with pytest.raises(EngineDiedError):
-                async for _ in answer:
-                    pass
-        with pytest.raises(EngineDiedError, match="again"):
-            await front.generate(PROMPT, TEN)
-        await front.call(wait_until, lambda: engine.state == "running", "the restart")
-        assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
-        running = asyncio.create_task(front.generate(PROMPT, LONG))
-        await wait_in_loop(lambda: engine.has_work)
-        await front.close()
-        assert (await running).finish_reason == "abort" and not any(port.readers for port in front._ports.values())
-        return engine
-
-    engine = asyncio.run(asyncio.wait_for(scenario(), 300))
+@pytest.mark.anyio
+async def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
+    engine = Engine(model, tiers(tmp_path / "store"), device="cpu", process="own")
+    front = AsyncEngine(engine, reads=True)
+    answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
+    for answer in answers:
+        await anext(answer)
+    os.kill(engine.pid, signal.SIGKILL)
+    for answer in answers:
+        with pytest.raises(EngineDiedError):
+            async for _ in answer:
+                pass
+    with pytest.raises(EngineDiedError, match="again"):
+        await front.generate(PROMPT, TEN)
+    await front.call(wait_until, lambda: engine.state == "running", "the restart")
+    assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+    running = asyncio.create_task(front.generate(PROMPT, LONG))
+    await wait_in_loop(lambda: engine.has_work)
+    await front.close()
+    assert (await running).finish_reason == "abort" and not any(port.readers for port in front._ports.values())
     assert engine.state == "closed" and engine.pid is None
 
 

@@ -14,14 +14,13 @@ from kvstore.engine.client import opening
 from kvstore.engine.ranks.line import RankLine
 from kvstore.errors import EngineDiedError
 from tests.support.by_hand import held
-from tests.support.engines import ask, cached, greedy, open_engine, settle, tokens
+from tests.support.engines import ask, cached, greedy, open_engine, settle
 from tests.support.faults import before_each, constants
-from tests.support.ranks import SIZES, children, end_while_it_answers, is_gone, rank_of, ranks_of
+from tests.support.ranks import BOTH, PROMPTS, SIZES, children, end_while_it_answers, is_gone, rank_of, ranks_of
 from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 PATIENCE_S = 10.0  # a busy machine lets no process wait so long
 START_S = 300.0  # importing torch beside other tests
 ENDS = [(0, signal.SIGKILL), (1, signal.SIGSTOP)]
@@ -77,7 +76,7 @@ def test_an_engine_whose_rank_ends_says_so_and_leaves_nothing(model, plain, tmp_
 
 def test_the_first_error_names_the_rank_that_was_lost_and_none_that_ended_with_it(model):
     """Rank 3 has stage and pipe in common with one other each, so the first rank hears of it from these."""
-    with open_engine(model, tensor_parallel_size=2, pipeline_parallel_size=2) as engine:
+    with open_engine(model, **BOTH) as engine:
         end_while_it_answers(engine, ranks_of(os.getpid())[2], signal.SIGKILL, "rank 3 of 4 ended .signal 9")
 
 

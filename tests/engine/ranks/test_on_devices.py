@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from kvstore import CacheTiers, Engine
-from tests.support.engines import ask, cached, counters, greedy, settle, tokens
-from tests.support.ranks import SIZES, end_while_it_answers, is_gone, rank_of
+from tests.support.engines import greedy
+from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone, rank_of
 
 pytestmark = pytest.mark.gpu
-PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +29,9 @@ def test_two_devices_say_what_one_does(size, model, tmp_path):
     with opened(model, tmp_path / "one") as engine:
         expected = [out.token_ids for out in engine.generate(PROMPTS, greedy(12))]
     with opened(model, tmp_path / "two", **SIZES[size]) as engine:
-        for _ in range(2):  # computed, then loaded by both
-            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(12))] == expected
-            settle(engine)
-            engine.loop.call(engine.loop.pool.evict_all)
-        assert counters(engine)["loaded"] > 0 and counters(engine)["load_failures"] == 0
+        check_says(engine, expected)
     with opened(model, tmp_path / "two") as engine:
-        out = ask(engine, PROMPTS[0], 12)
-        assert out.token_ids == expected[0] and cached(out)[2] > 0
+        check_reads(engine, expected)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,35 +1,48 @@
 """Ranks that Ray starts, on two nodes that are processes of this machine: what they say, and who ends with whom.
 
-`--long` ends ranks of both sizes in both ways.
+No rank has a share of another one's memory; also without Ray, where a process stands for an actor. `--long` ends ranks
+of both sizes in both ways.
 """
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from kvstore import Engine
-from kvstore.errors import ConfigError
-from tests.support.engines import cached, counters, greedy, open_engine, settle, tokens
-from tests.support.ranks import SIZES, end_while_it_answers, is_gone
+from kvstore.engine.ranks.door import CHANNEL, KINDS, PULSE, Door, entered
+from kvstore.errors import ConfigError, EngineDiedError
+from tests.support.engines import ask, greedy, open_engine
+from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone
 from tests.support.ray_cluster import ray_cluster
 from tests.support.redis_server import free_port
 from tests.support.service.replicas import needs_ray
 from tests.support.service.server_process import ENVIRONMENT
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
-PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 ON_RAY = {"distributed_executor": "ray"}
 SILENCE_S, START_S = 10.0, 300.0
 SHORT = [("tensor", signal.SIGKILL), ("pipeline", signal.SIGSTOP)]
 CASES = [(size, sign) for size in SIZES for sign in (signal.SIGKILL, signal.SIGSTOP)]
+OTHER = """
+import sys
+from kvstore.engine.ranks.on_ray import RankActor
+
+rank, size, host, port, key = sys.argv[1:]
+RankActor().run(int(rank), int(size), host, int(port), bytes.fromhex(key))
+"""
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+ENOUGH_S, SHORT_S = 60.0, 0.2
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +75,11 @@ def test_ranks_on_ray_say_the_same_over_the_same_store(model, plain, tmp_path, r
     before = signal.getsignal(signal.SIGTERM)
     with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES[size]) as engine:
         (rank,) = ranks(ray_here)
-        for _ in range(2):
-            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(20))] == expected
-            settle(engine)
-            engine.loop.call(engine.loop.pool.evict_all)
-        assert counters(engine)["loaded"] > 0 and counters(engine)["load_failures"] == 0
+        check_says(engine, expected)
     wait_until(lambda: is_gone(rank), "its end")
     assert signal.getsignal(signal.SIGTERM) is before
     with open_engine(model, store) as engine:
-        outs = engine.generate(PROMPTS, greedy(20))
-        assert [out.token_ids for out in outs] == expected
-        assert [cached(out)[2] for out in outs] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+        check_reads(engine, expected)
 
 
 @pytest.mark.ray
@@ -130,6 +137,8 @@ code = main()
 sys.stderr.flush()
 os._exit(code)
 """
+
+
 HERE, CLOSED, NOWHERE = "here", "closed", "nowhere"  # clusters
 
 
@@ -219,3 +228,103 @@ def test_without_ray_its_installation_is_told(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="pip install ray on each machine"):
         open_engine(model, **ON_RAY, **SIZES["tensor"])
+
+
+@pytest.fixture
+def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
+    """The other ranks of engines that are opened meanwhile: this is Ray to them, and an actor is a process."""
+    found: list[subprocess.Popen] = []
+
+    def start(rank: int, size: int, host: str, port: int, key: bytes) -> subprocess.Popen:
+        command = [sys.executable, "-c", OTHER, str(rank), str(size), host, str(port), key.hex()]
+        with (tmp_path / "log").open("wb") as stderr:
+            found.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr, cwd=tmp_path))
+        return found[-1]
+
+    actor = SimpleNamespace(run=SimpleNamespace(remote=start))
+    util = SimpleNamespace(
+        get_node_ip_address=lambda: "127.0.0.1", remove_placement_group=lambda group: None,
+        placement_group=lambda bundles, strategy: SimpleNamespace(wait=lambda timeout_s: True),
+    )  # fmt: skip
+    ray = SimpleNamespace(
+        util=util, exceptions=SimpleNamespace(RayError=RuntimeError), is_initialized=lambda: True,
+        cluster_resources=lambda: {"node:127.0.0.1": 1.0}, wait=lambda ends, timeout: ([], ends),
+        remote=lambda **where: lambda kind: SimpleNamespace(remote=lambda: actor),
+    )  # fmt: skip
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: None)
+    for name, module in {"ray": ray, "ray.util": util, "ray.util.scheduling_strategies": strategies}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield found
+    for one in found:
+        one.kill()
+        one.wait()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_path, others, size):
+    expected, store = [plain(prompt, 20) for prompt in PROMPTS], tmp_path / "store"
+    with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES[size]) as engine:
+        check_says(engine, expected)
+    assert others[0].wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
+    with open_engine(model, store) as engine:
+        check_reads(engine, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "sign", "how"),
+    [
+        ("tensor", signal.SIGKILL, "its connection has ended"),
+        ("pipeline", signal.SIGSTOP, r"no sign of life for \d+ s"),
+    ],
+)
+def test_the_end_of_a_rank_elsewhere_ends_the_engine(model, others, size, sign, how):
+    """Also of one that hangs: its process is there still, with its connections, which nobody here can end."""
+    with open_engine(model, **ON_RAY, **SIZES[size]) as engine:
+        end_while_it_answers(engine, others[0].pid, sign)
+        wait_until(lambda: engine.closed)
+        with pytest.raises(EngineDiedError, match=rf"rank 1 of 2 ended \({how}\)"):
+            ask(engine, PROMPTS[1])
+
+
+def come(door: Door, rank: int, kind: int, key: bytes = KEY) -> socket.socket:
+    return entered(door.host, door.port, rank, kind, key)
+
+
+def test_each_rank_gets_its_place():
+    with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(door.others, 3, ENOUGH_S)
+        theirs = {(rank, kind): come(door, rank, kind) for kind in reversed(KINDS) for rank in (2, 1)}
+        ours = waiting.result()
+        assert sorted(ours) == [1, 2]
+        for (rank, kind), end in theirs.items():
+            end.sendall(bytes([rank, kind]))
+            assert ours[rank][kind].recv(2) == bytes([rank, kind])
+            end.close()
+            ours[rank][kind].close()
+
+
+def test_another_secret_is_told_to_both():
+    with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(door.others, 2, 8.0)
+        with pytest.raises(ConfigError, match=r"rank 1: the first rank at 127\.0\.0\.1 port \d+ has another secret"):
+            come(door, 1, PULSE, OTHER_KEY)
+        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
+            waiting.result()
+
+
+def test_who_listens_must_know_the_secret_too():
+    """A rank tells nothing to one that does not."""
+    with socket.create_server(("127.0.0.1", 0)) as fake, ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(entered, "127.0.0.1", fake.getsockname()[1], 1, CHANNEL, KEY)
+        connection, _ = fake.accept()
+        with connection:
+            connection.sendall(bytes(32))
+            connection.recv(1)
+            connection.sendall(bytes(32))
+            with pytest.raises(ConfigError, match="does not know the secret"):
+                coming.result()
+
+
+def test_ranks_that_do_not_come_in_time_are_named():
+    with Door("127.0.0.1", KEY) as door, pytest.raises(EngineDiedError, match="rank 1, 2, 3 of 4 has not come"):
+        door.others(4, SHORT_S)

@@ -1,120 +1,136 @@
-"""Two processes compute one model: the same tokens as one does, over the same store.
+"""A model in one process, in two that share its layers, in two stages, and in both: what must not depend on it.
 
-`--long` compares all kinds of models instead of one. What each rank computes: `tests/engine/model/parallel`.
+`--long` compares all kinds of models in each way. What each rank computes: `tests/engine/model/parallel`.
 """
 
 import os
-from pathlib import Path
+from itertools import product
 
 import pytest
 
-from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore import CacheTiers, Engine
 from kvstore.engine.process.spawn import spawned
 from kvstore.engine.ranks import process
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.ranks import Ranks
 from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
-from tests.support.engines import Plain, ask, counters, greedy, open_engine, save_model, settle, tokens
-from tests.support.ranks import children
-from tests.support.redis_server import RedisServer, wait_for_answers
+from tests.support.engines import (
+    counters,
+    greedy,
+    open_engine,
+    same_kv,
+    settle,
+    stored_kv,
+)
+from tests.support.ranks import BOTH, PROMPTS, SIZES, check_says, children
+from tests.support.redis_server import wait_for_answers
 
 MODEL = {"tokenizer": True}
-FEW = ["Phi3"]  # packed products that are gathered
-KINDS = ["Llama", "Qwen2", "Qwen3Moe", "Mistral", "Mixtral", "Phi", "Gemma2", "Gemma3", "Olmo2", "Cohere", "Glm4",
-         "GPTNeoX", *FEW]  # fmt: skip
-PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
+WAYS = {**SIZES, "both": BOTH}
+KINDS = ["Llama", "Qwen2", "Qwen3Moe", "Mistral", "Mixtral", "Phi", "Phi3", "Gemma2", "Gemma3", "Olmo2", "Cohere",
+         "Glm4", "GPTNeoX"]  # fmt: skip
+FEW = [("tensor", "Phi3"), ("pipeline", "Gemma3"), ("both", "Mixtral")]  # packed and gathered; tied, with a window
 
 
-def open_two(model: str, path: Path | None = None, **options) -> Engine:
-    return open_engine(model, path, tensor_parallel_size=2, **options)
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    before = children(os.getpid())
+    yield
+    assert children(os.getpid()) <= before
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_say_what_one_does(name, request, tmp_path):
-    if name not in FEW and not request.config.getoption("--long"):
+@pytest.mark.parametrize(("way", "name"), [*product(WAYS, KINDS)])
+def test_several_ranks_say_and_store_what_one_process_does(way, name, request, saved_model, tmp_path):
+    """As far as sums in another order leave the bytes of blocks alone: the heads are in their places."""
+    if (way, name) not in FEW and not request.config.getoption("--long"):
         pytest.skip("needs --long")
-    model = save_model(tmp_path / "model", name)
-    plain = Plain(model)
-    expected = [plain(prompt, 12) for prompt in PROMPTS]
-    plain.engine.close()
-    with open_two(model, tmp_path / "store") as engine:
-        for _ in range(2):  # computed, then loaded by both
-            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(12))] == expected
-            settle(engine)
-            engine.loop.call(engine.loop.pool.evict_all)
-        assert counters(engine)["loaded"] > 0
+    model = saved_model(name)
+    with open_engine(model, tmp_path / "one") as one:
+        expected = [out.token_ids for out in one.generate(PROMPTS, greedy(12))]
+        stored = stored_kv(one)
+    assert len(stored) > 20
+    with open_engine(model, tmp_path / "several", max_num_batched_tokens=48, **WAYS[way]) as engine:
+        check_says(engine, expected)
+        assert same_kv(stored_kv(engine), stored)
 
 
-def test_servers_of_any_number_of_ranks_share_a_remote_tier(model, plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+def goes_on(engine, plain, told: list[list[int]], tier: str | None) -> list[list[int]]:
+    """All that was told is found in this tier; what is told then."""
+    outs = engine.generate(told, greedy(20))
+    assert [out.token_ids for out in outs] == [plain(prompt, 20) for prompt in told]
+    if tier is not None:
+        found = [getattr(out.usage.cached_tokens_details, tier) for out in outs]
+        assert found == [(len(prompt) - 1) // 16 * 16 for prompt in told]
+    settle(engine)
+    return [[*prompt, *out.token_ids] for prompt, out in zip(told, outs, strict=True)]
+
+
+def test_the_store_does_not_know_which_ranks_wrote_it(model, plain, store):
+    told = PROMPTS
+    for number, size in enumerate([{}, SIZES["tensor"], SIZES["pipeline"], {}]):
+        with open_engine(model, store, **size) as engine:
+            told = goes_on(engine, plain, told, "disk" if number else None)
+
+
+def test_servers_of_any_number_of_ranks_share_a_remote_tier(model, plain, redis, monkeypatch):
     wait_for_answers(monkeypatch)
-    redis, told = RedisServer(tmp_path), list(PROMPTS)
-    try:
-        for number, size in enumerate((2, 1, 2)):
-            tiers = CacheTiers("2MiB", "2MiB", remote=redis.url)
-            with Engine(model, tiers, device="cpu", load="always", tensor_parallel_size=size) as engine:
-                outs = engine.generate(told, greedy(20))
-                assert [out.token_ids for out in outs] == [plain(prompt, 20) for prompt in told]
-                if number:
-                    found = [out.usage.cached_tokens_details.remote for out in outs]
-                    assert found == [(len(prompt) - 1) // 16 * 16 for prompt in told]
-                told = [[*prompt, *out.token_ids] for prompt, out in zip(told, outs, strict=True)]
-                settle(engine)
-    finally:
-        redis.kill()
+    told, tiers = PROMPTS, CacheTiers("2MiB", "2MiB", remote=redis.url)
+    for number, size in enumerate((2, 1, 2)):
+        with Engine(model, tiers, device="cpu", load="always", tensor_parallel_size=size) as engine:
+            told = goes_on(engine, plain, told, "remote" if number else None)
 
 
-def test_the_bytes_of_a_block_do_not_tell_how_many_ranks_computed_it(model, tmp_path):
-    """As far as sums in another order leave them alone: the heads are in their places."""
-    found = []
-    for size in (1, 2):
-        with open_engine(model, tmp_path / str(size), tensor_parallel_size=size) as engine:
-            ask(engine, PROMPTS[5])
-            settle(engine)
-            parts = engine.connector.parts
-            with parts.lock:
-                cpu, tensor = parts.cpu, parts.arena.tensor
-                found.append({cpu.record(one).tokens: tensor[one].clone() for one in cpu.pool.cached_blocks()})
-    one, two = found
-    assert len(one) == 4 and one.keys() == two.keys()
-    assert all((one[name] - two[name]).abs().max() < 1e-4 < one[name].abs().max() for name in one)
-
-
-def test_choices_copy_blocks_on_both_ranks(model):
-    params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
-    with open_engine(model) as one:
-        expected = [choice.token_ids for choice in one.generate([PROMPTS[1]], params)[0].choices]
-    with open_two(model) as engine:
+@pytest.mark.parametrize("size", SIZES)
+def test_choices_and_preempted_requests_say_the_same(model, plain, size):
+    """Blocks are copied on both ranks, and computed again."""
+    params = greedy(24, n=3, temperature=1.0, seed=7)
+    expected = [choice.token_ids for choice in plain.engine.generate([PROMPTS[1]], params)[0].choices]
+    with open_engine(model, hbm="96KiB", max_num_batched_tokens=48, max_model_len=192, **SIZES[size]) as engine:
         assert [choice.token_ids for choice in engine.generate([PROMPTS[1]], params)[0].choices] == expected
+        found = engine.generate(PROMPTS, greedy(40))
+        assert engine.stats()["requests"]["preemptions"] > 0
+        assert [out.token_ids for out in found] == [plain(prompt, 40) for prompt in PROMPTS]
+        engine.check_integrity()
+
+
+def test_a_conversation_is_truncated_and_goes_on_after_a_restart(model, tmp_path):
+    said = []
+    for sizes in (({}, {}), (SIZES["tensor"], SIZES["pipeline"])):
+        store, turns = tmp_path / str(len(said)), []
+        for size, few in zip(sizes, (range(10), range(10, 14)), strict=True):
+            with open_engine(model, store, max_model_len=192, **size) as engine:
+                chat = engine.chat("talk", system="Be brief.")
+                turns += [chat.send(f"message number {turn} of a long talk", greedy(16)).token_ids for turn in few]
+                assert chat.truncated_tokens > 0 and counters(engine)["spliced"] > 0
+                settle(engine)
+        said.append(turns)
+    assert said[0] == said[1]
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
-def test_what_cannot_be_divided_is_refused_and_leaves_nothing(tmp_path):
-    before, model = children(os.getpid()), save_model(tmp_path / "model", "StableLm")
-    with pytest.raises(UnsupportedModelError, match="has no plan of tensor parallelism"):
-        open_two(model)
+def test_what_cannot_be_divided_is_refused_and_leaves_nothing(model, saved_model):
+    for size in SIZES:
+        with pytest.raises(UnsupportedModelError, match=f"no plan of {size} parallelism"):
+            open_engine(saved_model("StableLm"), **SIZES[size])
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         open_engine(model, tensor_parallel_size=0)
-    assert children(os.getpid()) <= before
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but the model has 3 layers"):
+        open_engine(model, pipeline_parallel_size=4)
 
 
 def test_what_keeps_another_rank_from_starting_is_told_with_its_number(tmp_path):
-    before = children(os.getpid())
     arguments = [{"model": str(tmp_path / "none"), "cache_tiers": {}}]
     with started_here(arguments, 600.0, {}) as launch, pytest.raises(ModelError, match=r"rank 1 of 2: .*none"):
         Ranks(launch, 16).wait_loaded()
-    assert children(os.getpid()) <= before
 
 
 @pytest.mark.parametrize(("how", "told"), [("killed", r"ended \(signal 9\)"), ("raises", "no way to the others")])
 def test_a_rank_that_is_lost_while_all_join_is_not_waited_for(model, monkeypatch, how, told):
     """It has loaded. The first rank waits in gloo, which would wait for a day."""
-    before = children(os.getpid())
 
     def started(module, start, descriptors, settings):
         return spawned("tests.children.lost_rank", start, descriptors, {**settings, "LOST_RANK": how})
 
     monkeypatch.setattr(process, "spawned", started)
     with pytest.raises(KVStoreError, match=f"rank 1 of 2.* {told}"):
-        open_two(model)
-    assert children(os.getpid()) <= before
+        open_engine(model, **SIZES["tensor"])

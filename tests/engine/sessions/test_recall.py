@@ -5,11 +5,9 @@ import random
 import pytest
 
 from kvstore import Engine, SamplingParams
-from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.sessions.recall_ids import Keys
-from kvstore.engine.sessions.recall_lines import KnownConversation, Lines
+from kvstore.engine.sessions.recall import Keys, KnownConversation, Lines, Recall
 from kvstore.errors import RequestError
-from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
+from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, assistant, make, user
 from tests.support.engines import greedy, open_engine, save_model, settle
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 1024}
@@ -27,13 +25,6 @@ def builtin():
         engine.check_integrity()
 
 
-@pytest.fixture
-def stored(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
-        yield engine
-        engine.check_integrity()
-
-
 def rendered(engine, messages):
     """The ids that the template makes of a whole history."""
     return engine.chats.language.template.prompt_ids(messages)
@@ -47,14 +38,6 @@ def text_of(engine: Engine, token_ids) -> str:
 def no_controls(engine: Engine) -> dict[int, float]:
     """A bias against every token that a text does not show."""
     return dict.fromkeys(engine.tokenizer.added_tokens_decoder, -100.0)
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 class Client:
@@ -283,13 +266,13 @@ def test_after_a_restart_the_answers_lead_to_what_is_on_disk(model, tmp_path):
 
 
 # -- dropped turns -----------------------------------------------------------------------------------------------------
-def test_whatever_a_client_does_the_model_reads_what_the_template_says(stored):
+def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
     """Drops, edits, goes back, repeats; the service forgets."""
-    template, bias = stored.chats.language.template, no_controls(stored)
+    template, bias = engine.chats.language.template, no_controls(engine)
     num_odd = 0
     for seed in range(4):
-        random_, recall = random.Random(seed), Recall(stored)
-        clients = [Client(stored, recall, random_.choice(["", "Be brief."]), f"tenant-{n % 2}") for n in range(3)]
+        random_, recall = random.Random(seed), Recall(engine)
+        clients = [Client(engine, recall, random_.choice(["", "Be brief."]), f"tenant-{n % 2}") for n in range(3)]
         for step in range(30):
             client = random_.choice(clients)
             action = random_.random()
@@ -303,11 +286,11 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(stored):
                 other = random_.choice(clients)
                 client.messages = list(other.messages)
             elif action < 0.37:
-                client.recall = Recall(stored)
+                client.recall = Recall(engine)
             seeded = SamplingParams(max_tokens=random_.randint(8, 24), logit_bias=bias, seed=100 * seed + step)
             out = client.send(random_.choice(TEXTS), seeded)
             plain = template.prompt_ids(client.messages[:-1])
-            assert stored.tokenizer.decode(out.prompt_token_ids) == stored.tokenizer.decode(plain)
+            assert engine.tokenizer.decode(out.prompt_token_ids) == engine.tokenizer.decode(plain)
             num_odd += out.prompt_token_ids != plain
             assert out.usage.cached_tokens_details.reencoded == 0
             if sum(len(message["content"]) for message in client.messages) > 900:

@@ -1,15 +1,20 @@
-"""A session in the store as one server knows it, beside another server that uses the same store."""
+"""A session in the store as one server knows it beside others, who holds it, and what nobody needs after its turn."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from kvstore.blocks.ids import Lineage
+from kvstore.blocks.ids import Lineage, extend_chain
 from kvstore.engine.client.messages import Pin
-from kvstore.engine.sessions.stored import StoredSession, lineage_of, window_of
+from kvstore.engine.client.requests import Handle
+from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
+from kvstore.engine.sessions.stored import Claims, OneTurn, StoredSession, lineage_of, window_of
+from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.errors import (
     EngineOverloadedError,
+    RemoteError,
     RequestError,
     SessionBusyError,
     SessionExistsError,
@@ -17,11 +22,17 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.sharing import Alone
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import Clock, make_turn
 
 KEY, NEW = SessionKey("tenant", "red"), SessionKey("tenant", "new")
 FINGERPRINT = b"f" * 32
+SIZE = 4
+ROOT = Lineage(b"r" * 32)
+SPLICED = Lineage(b"r" * 32, 1, b"p" * 32, 2)
+SYSTEM = [{"role": "system", "content": "be brief"}]
+SAID = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
 
 class CoreOfNothing:
@@ -201,3 +212,110 @@ def test_the_window_of_a_stored_session_is_of_its_model_alone(one, sessions, cor
 def test_a_session_that_was_never_spliced_has_a_plain_lineage(one, sessions):
     commit(one, 1)
     assert lineage_of(sessions.load(KEY), b"r" * 32) == Lineage(b"r" * 32)
+
+
+class Shared(Alone):
+    """Leases are numbers; `fault` is raised instead of the next one."""
+
+    def __init__(self):
+        self.given, self.ended, self.fault = 0, [], None
+
+    def begin_turn(self, key):
+        assert key == KEY
+        if self.fault is not None:
+            raise self.fault
+        self.given += 1
+        return self.given
+
+    def end_turn(self, lease):
+        self.ended.append(lease)
+
+
+def test_who_waits_for_a_hold_cannot_cancel_it():
+    claims = Claims(Alone())
+    hold = claims.hold(KEY)
+    assert not hold.released.cancel()
+    claims.release(hold)
+    assert hold.released.result() is None
+
+
+def test_a_deleted_session_is_free_before_its_turn_has_noticed():
+    claims = Claims(Alone())
+    old = claims.hold(KEY)
+    claims.drop(old)
+    new = claims.hold(KEY)
+    claims.release(old)
+    assert claims.on(KEY) is new
+
+
+def test_the_lease_is_given_back_once():
+    sharing = Shared()
+    claims = Claims(sharing)
+    hold = claims.hold(KEY)
+    claims.lease(hold)
+    assert hold.lease == 1
+    claims.give_back(hold)
+    assert (hold.lease, sharing.ended) == (None, [1])
+    sharing.fault = RemoteError("away")
+    with pytest.raises(RemoteError):
+        claims.lease(hold)
+    assert hold.lease is None
+
+
+def chain_of(token_ids, lineage=ROOT):
+    chain = []
+    extend_chain(chain, lineage.root, token_ids, SIZE)
+    return chain
+
+
+def window(token_ids, lineage=ROOT, turn_starts=(2,)):
+    messages = [*SYSTEM, *SAID] if token_ids else list(SYSTEM)
+    return Window(SYSTEM, messages, 0, list(token_ids), chain_of(token_ids), lineage, list(turn_starts))
+
+
+def handle(prompt, answer, lineage=None):
+    usage = Usage(len(prompt), len(answer), CachedTokensDetails())
+    output = RequestOutput("r", list(prompt), [Choice("yes", list(answer))], usage, None)
+    return Handle("r", output, listener=lambda handles: None, lineage=lineage)
+
+
+def turn(before, next_turn, handle):
+    return OneTurn(before, "and now?", next_turn, handle, "a key")
+
+
+BEFORE = window(range(10))
+
+
+NEXT = NextTurn(list(range(13)), BEFORE.chain, ROOT, 0, [2, 10])
+
+
+def test_spliced_blocks_are_needed_while_the_session_is_built_on_them():
+    chain = [b"h" * 32, b"s" * 32, b"t" * 32]
+    one = turn(BEFORE, NextTurn(list(range(13)), chain, SPLICED, 2, [2]), handle(range(13), [90], SPLICED))
+    assert one.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE) == ()
+    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE) == chain[1:]
+    given_up = replace(one, handle=handle(range(13), [90], ROOT))
+    assert given_up.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE) == chain[1:]
+    known = replace(one, before=replace(BEFORE, lineage=SPLICED))
+    assert known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE) == []
+
+
+@pytest.mark.parametrize(("starts", "known", "own"), [
+    ([2, 10], 2, 2),  # the system prompt and the turn before are others'
+    ([9], 0, 2),  # a first turn: what begins before it is the system prompt's
+    ([], 1, 1),
+    ([2], 3, 3),
+])  # fmt: skip
+def test_a_deleted_session_takes_the_blocks_of_its_running_turn(starts, known, own):
+    ids = list(range(17))
+    before = replace(BEFORE, chain=chain_of(ids)[:known])
+    one = turn(before, NextTurn(ids, before.chain, ROOT, 0, starts), handle(ids, []))
+    one.handle.chain = chain_of(ids)
+    assert one.unneeded_blocks(is_stored=False, is_deleted=True, block_size=SIZE) == chain_of(ids)[own:]
+    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE) == []
+
+
+def test_blocks_are_a_turns_own_from_where_its_chain_parts():
+    one = turn(replace(BEFORE, chain=chain_of(range(12))), NEXT, handle(range(13), []))
+    one.handle.chain = [*chain_of(range(4)), b"x" * 32, b"y" * 32]
+    assert one.unneeded_blocks(False, True, SIZE) == [b"x" * 32, b"y" * 32]

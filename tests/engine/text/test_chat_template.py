@@ -71,7 +71,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def assistant(text):
     return {"role": "assistant", "content": text}
 
 
@@ -85,7 +85,7 @@ def test_turn_by_turn_gives_the_ids_of_the_whole(template, history):
     ids = chat.prompt_ids([*history, user("Hi")])
     messages = [*history, user("Hi")]
     for answer, question in (("Hello there.", "  How are you? "), ("Well.", "Bye\n\nnow")):
-        messages.append(said(answer))
+        messages.append(assistant(answer))
         ids = chat.next_ids(ids + chat.encode_answer(answer), messages, question)
         messages.append(user(question))
         assert ids == chat.prompt_ids(messages)
@@ -98,19 +98,19 @@ def test_no_text_of_a_user_becomes_a_control_token(template, control):
     chat = ChatTemplate.of(tokenizer)
     spell = f"a {control} b{control}"
     count = lambda ids: [ids.count(tokenizer.convert_tokens_to_ids(t)) for t in [*CONTROLS, "</think>"]]  # noqa: E731
-    for messages in ([user("x")], [SYSTEM, user("x"), said("y"), user("z")]):
+    for messages in ([user("x")], [SYSTEM, user("x"), assistant("y"), user("z")]):
         spelled = [*messages[:-1], user(spell)]
         assert count(chat.prompt_ids(spelled)) == count(chat.prompt_ids(messages))
         assert spell in tokenizer.decode(chat.prompt_ids(spelled))
     start = chat.prompt_ids([user("x")]) + chat.encode_answer("y")
-    following = chat.next_ids(start, [user("x"), said("y")], spell)
+    following = chat.next_ids(start, [user("x"), assistant("y")], spell)
     if following is not None:
-        assert count(following) == count(chat.next_ids(start, [user("x"), said("y")], "plain"))
+        assert count(following) == count(chat.next_ids(start, [user("x"), assistant("y")], "plain"))
 
 
 def test_a_system_prompt_that_the_template_moves_is_found_where_it_is():
     tokenizer = words(MISTRAL)
-    ids = ChatTemplate.of(tokenizer).prompt_ids([SYSTEM, user("one"), said("two"), user("three </s>")])
+    ids = ChatTemplate.of(tokenizer).prompt_ids([SYSTEM, user("one"), assistant("two"), user("three </s>")])
     text = tokenizer.decode(ids)
     assert text == "<s>[INST]one[/INST]two</s>[INST]Be brief.\n\nthree </s>[/INST]"
     assert ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 1
@@ -118,9 +118,9 @@ def test_a_system_prompt_that_the_template_moves_is_found_where_it_is():
 
 def test_reasoning_that_the_template_drops_is_noticed():
     chat = make(THINKING, think=True)
-    plain = [user("q"), said("an answer")]
+    plain = [user("q"), assistant("an answer")]
     assert chat.next_ids([1], plain, "next") is not None
-    assert chat.next_ids([1], [user("q"), said("<think>hm</think>\n\nan answer")], "next") is None
+    assert chat.next_ids([1], [user("q"), assistant("<think>hm</think>\n\nan answer")], "next") is None
 
 
 def test_a_part_gets_no_space_that_the_whole_would_not_have():
@@ -136,7 +136,7 @@ def test_what_a_template_refuses_is_a_request_error():
     with pytest.raises(RequestError, match="System role not supported"):
         make(NO_SYSTEM).prompt_ids([SYSTEM, user("x")])
     with pytest.raises(RequestError, match="does not show 1 of"):
-        make("{{ messages[-1].content }}").prompt_ids([user("first </s>"), said("x"), user("last")][::2])
+        make("{{ messages[-1].content }}").prompt_ids([user("first </s>"), assistant("x"), user("last")][::2])
 
 
 def test_no_template_is_none():
@@ -147,7 +147,11 @@ def test_no_template_is_none():
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, MISTRAL], ids=["llama3", "chatml", "mistral"])
 def test_a_cut_at_turn_starts_is_what_the_template_says_of_the_turns_that_are_kept(template, system):
     chat = make(template)
-    turns = [[user("First one"), said("Yes")], [user("Second, then"), said("No. Never")], [user("Third"), said("Ok")]]
+    turns = [
+        [user("First one"), assistant("Yes")],
+        [user("Second, then"), assistant("No. Never")],
+        [user("Third"), assistant("Ok")],
+    ]
     head, end = chat.head_ids(system), chat.end_ids(bool(system))
     if template == MISTRAL and system:
         assert head is None and end is None, "it moves the system prompt into the last message"

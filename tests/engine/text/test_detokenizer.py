@@ -90,15 +90,11 @@ def test_pieces_of_real_text_add_up_and_hold_whole_characters(tokenizer, text):
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
-@given(ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60))
+@given(
+    st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60)
+    | st.binary(max_size=80).map(lambda data: byte_ids(BYTE_LEVEL, data))
+)
 def test_pieces_of_any_byte_level_ids_add_up(ids):
-    assert "".join(pieces_of(Detokenizer(BYTE_LEVEL), ids)) == BYTE_LEVEL.decode(ids)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(data=st.binary(max_size=80))
-def test_pieces_of_any_bytes_one_by_one_add_up(data):
-    ids = byte_ids(BYTE_LEVEL, data)
     assert "".join(pieces_of(Detokenizer(BYTE_LEVEL), ids)) == BYTE_LEVEL.decode(ids)
 
 

@@ -28,7 +28,19 @@ from kvstore.engine.model.step.tensors import StepTensors
 from kvstore.errors import ConfigError
 from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.by_hand import by_hand
-from tests.support.engines import ask, cached, evict_cpu, greedy, open_engine, save_model, settle, tokens
+from tests.support.engines import (
+    ask,
+    cached,
+    evict_cpu,
+    evict_hbm,
+    greedy,
+    open_engine,
+    same_kv,
+    save_model,
+    settle,
+    stored_kv,
+    tokens,
+)
 from tests.support.faults import fail
 from tests.support.models import make_model
 from tests.support.replaying import LateSaves, Rerun, Spoiling, live
@@ -161,8 +173,8 @@ def test_the_end_of_a_prompt_is_replayed_after_what_hbm_holds(open_with, plain, 
     assert len(capturer.num_prompts) >= 3
     eager = open_with(None, tmp_path / "eager")
     ask(eager, history[:-5], 5)
-    assert stored(eager).keys() <= stored(engine).keys()
-    assert same(stored(eager), {ids: kv for ids, kv in stored(engine).items() if ids in stored(eager)})
+    assert stored_kv(eager).keys() <= stored_kv(engine).keys()
+    assert same_kv(stored_kv(eager), {ids: kv for ids, kv in stored_kv(engine).items() if ids in stored_kv(eager)})
 
 
 def test_a_part_of_a_prompt_and_one_beside_others_run_eagerly(open_with, plain):
@@ -196,22 +208,9 @@ def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(open_with, pl
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
-def stored(engine) -> dict[bytes, torch.Tensor]:
-    """KV of the blocks in the CPU tier, by their tokens."""
-    settle(engine)
-    connector = engine.connector
-    with connector.parts.lock:
-        cpu, arena = connector.parts.cpu, connector.parts.arena
-        return {cpu.record(one).tokens: arena.tensor[one].clone() for one in cpu.pool.cached_blocks()}
-
-
 def talk(engine) -> None:
     prompts = [tokens(600 + i, 10 + 9 * i) for i in range(5)]
     engine.generate(prompts, [greedy(70 - 12 * i) for i in range(5)])
-
-
-def same(left: dict[bytes, torch.Tensor], right: dict[bytes, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.allclose(left[k], right[k], atol=1e-4) for k in left)
 
 
 def test_saves_of_replays_are_those_of_eager_steps(open_with, plain, tmp_path):
@@ -220,12 +219,11 @@ def test_saves_of_replays_are_those_of_eager_steps(open_with, plain, tmp_path):
     talk(eager)
     engine = open_with(Spoiling(), tmp_path / "graphs", late=LateSaves)
     talk(engine)
-    assert len(stored(engine)) > 15 and same(stored(engine), stored(eager))
+    assert len(stored_kv(engine)) > 15 and same_kv(stored_kv(engine), stored_kv(eager))
     history = tokens(600, 10) + plain(tokens(600, 10), 70)
     answer = plain([*history, 3], 8)
     for tier, num_cached in ((1, 64), (2, 80)):  # the last token that is sampled is not computed
-        settle(engine)
-        engine.loop.pool.evict_all()
+        evict_hbm(engine)
         if tier == 2:
             evict_cpu(engine)
         output = ask(engine, [*history, 3], 8)
@@ -242,7 +240,7 @@ def test_without_the_fence_saves_are_torn(open_with, tmp_path):
     talk(eager)
     engine = open_with(Spoiling(), tmp_path / "graphs", late=partial(LateSaves, obeys=False))
     talk(engine)
-    assert engine.connector.num_late > 0 and not same(stored(engine), stored(eager))
+    assert engine.connector.num_late > 0 and not same_kv(stored_kv(engine), stored_kv(eager))
 
 
 def test_a_step_with_a_load_runs_eagerly(open_with, plain, tmp_path):
@@ -387,8 +385,7 @@ def test_engines_with_and_without_graphs_give_the_same_tokens_on_cuda(name, tmp_
         options = {"device": "cuda", "dtype": "float32", "load": "always", "max_num_seqs": 8}
         with Engine(folder, tiers, enforce_eager=enforce_eager, **options) as engine:
             answers = [o.token_ids for o in engine.generate(prompts, [greedy(40 - 3 * i) for i in range(7)])]
-            settle(engine)
-            engine.loop.pool.evict_all()
+            evict_hbm(engine)
             again = [ask(engine, [*p, *a], 8) for p, a in zip(prompts, answers, strict=True)]
             found.append((answers, [o.token_ids for o in again], [cached(o)[1] for o in again]))
             assert enforce_eager is (engine.loop.runner.graphs is None) or name == "Mixtral"

@@ -1,0 +1,65 @@
+"""What tests of engines share: a store that is opened again and again, a Redis, the secret of a fleet."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import Engine
+from tests.support.engines import open_engine
+from tests.support.redis_server import RedisServer
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """Tests that are coroutines run in an event loop of their module."""
+    return "asyncio"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def engine(model: str, store: Path) -> Iterator[Engine]:
+    with open_engine(model, store) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+@pytest.fixture
+def opened(model: str, store: Path) -> Iterator[Callable[..., Engine]]:
+    """Opens the same store again and again; what was open before is closed in order."""
+    engines: list[Engine] = []
+
+    def close() -> None:
+        while engines:
+            engines[-1].check_integrity()
+            engines.pop().close()
+
+    def again(**options) -> Engine:
+        close()
+        engines.append(open_engine(options.pop("model", model), store, **options))
+        return engines[-1]
+
+    yield again
+    close()
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+
+
+@pytest.fixture(scope="module")
+def redis_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(redis_of_all: RedisServer, fleet: None) -> RedisServer:
+    """Empty. A test that does something to the server starts one of its own."""
+    redis_of_all.ask("FLUSHALL")
+    return redis_of_all

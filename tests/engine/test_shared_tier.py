@@ -1,0 +1,339 @@
+"""Engines that share a Redis, a directory or a bucket: hits on another replica, whatever happens to what they share.
+
+Tokens are compared with an engine that has no store.
+"""
+
+import pytest
+
+from kvstore import CacheTiers, Engine
+from kvstore.blocks.records import Evict
+from kvstore.errors import ConfigError
+from tests.support.buckets import Directory, s3_server
+from tests.support.engines import ask, evict_cpu, greedy, tokens
+from tests.support.redis_server import RedisServer, wait_for_answers
+from tests.support.tcp_proxy import Faults, Proxy
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("fleet")
+MODEL = {"tokenizer": True}
+PROMPT = tokens(1, 200)
+SYSTEM = "You know all that can be known of the sea, of ships, and of those who live by it. " * 3
+
+
+@pytest.fixture(params=["redis", "objects"])
+def shared(request, redis, tmp_path, monkeypatch):
+    """What is shared. It is waited for."""
+    if request.param == "objects":
+        return Directory(tmp_path / "objects")
+    wait_for_answers(monkeypatch)
+    return redis
+
+
+def replica(model, url, path=None, cpu="2MiB", **options):
+    disk = {"disk": "32MiB", "path": path} if path is not None else {}
+    return Engine(model, CacheTiers("2MiB", cpu, remote=url, **disk), device="cpu", load="always", **options)
+
+
+def degraded(engine) -> str | None:
+    return engine.stats()["remote"]["degraded"]
+
+
+def share(engine) -> None:
+    """All that was finished is in the remote tier."""
+    engine.flush()
+    engine.check_integrity()
+
+
+def hit(output) -> int:
+    """Tokens of the remote tier; the sum is of all tiers."""
+    details = output.usage.cached_tokens_details
+    assert output.usage.cached_tokens == details.total
+    return details.remote
+
+
+@pytest.mark.parametrize("tiers", ["cpu and disk", "cpu alone", "disk alone"])
+def test_another_replica_hits_what_one_has_computed(model, plain, shared, tmp_path, tiers):
+    options = {"cpu": "0" if tiers == "disk alone" else "2MiB"}
+    paths = [None, None] if tiers == "cpu alone" else [tmp_path / "a", tmp_path / "b"]
+    with replica(model, shared.url, paths[0], **options) as first:
+        answer = ask(first, PROMPT[:120], 20)
+        assert answer.token_ids == plain(PROMPT[:120], 20)
+        share(first)
+        history = [*PROMPT[:120], *answer.token_ids]
+        with replica(model, shared.url, paths[1], **options) as second:
+            output = ask(second, history, 8)
+            assert output.token_ids == plain(history, 8) and hit(output) == 128
+            share(second)
+            assert ask(second, history, 8).usage.cached_tokens_details.hbm == 128
+            longer = [*history, *output.token_ids, *tokens(3, 60)]
+            ask(second, longer)
+            share(second)
+        output = ask(first, longer, 8)
+        assert output.token_ids == plain(longer, 8)
+        assert hit(output) > 40, "what the other one has stored behind it"
+    if paths[1] is not None:  # what was read went on to disk
+        with replica(model, shared.url, paths[1], **options) as third:
+            output = ask(third, history, 8)
+            assert output.token_ids == plain(history, 8) and output.usage.cached_tokens_details.disk == 128
+
+
+def test_another_replica_hits_in_a_bucket_of_a_server(model, plain, monkeypatch):
+    with s3_server(monkeypatch) as server:
+
+        def is_stored() -> bool:
+            with replica(model, server.url) as first:
+                assert ask(first, PROMPT).token_ids == plain(PROMPT, 4)
+                share(first)
+            return bool(server.names())
+
+        def is_hit() -> bool:
+            with replica(model, server.url) as second:
+                output = ask(second, PROMPT)
+            assert output.token_ids == plain(PROMPT, 4)
+            return hit(output) == 192
+
+        wait_until(is_stored)  # a server on a busy machine answers later than a request waits
+        wait_until(is_hit)
+
+
+@pytest.mark.parametrize("process", ["here", "own"])
+def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, tmp_path, process):
+    url = Directory(tmp_path / "objects").url
+    with replica(model, url, process=process) as first, replica(model, url) as second:
+        chat = first.chat("a", system=SYSTEM)
+        for text in ("My dog is called Biscuit.", "What is my dog called?"):
+            chat.send(text, greedy(30))
+        first.flush()
+        head = second.chats.language.chat_template().head_ids([{"role": "system", "content": SYSTEM}])
+        assert len(head) >= 48
+        assert hit(second.chat("b", system=SYSTEM).send("What is a ship?", greedy(4))) == len(head) // 16 * 16
+
+
+def in_memory(engine) -> dict[bytes, bytes]:
+    """Bytes of each block of the CPU tier."""
+    parts = engine.connector.parts
+    with parts.lock:
+        cpu, arena = parts.cpu, parts.arena
+        return {cpu.record(one).block_id: bytes(arena.view(one)) for one in cpu.pool.cached_blocks()}
+
+
+def test_a_block_that_comes_back_is_bit_identical(model, shared):
+    with replica(model, shared.url) as first:
+        ask(first, PROMPT)
+        share(first)
+        computed = in_memory(first)
+    with replica(model, shared.url) as second:
+        assert hit(ask(second, PROMPT)) == 192
+        share(second)
+        assert len(computed) == 12
+        assert in_memory(second) == computed
+
+
+def test_another_model_tenant_salt_or_secret_never_hits(model, saved_model, shared, monkeypatch):
+    with replica(model, shared.url) as first, replica(model, shared.url) as second:
+        ask(first, PROMPT, tenant="a")
+        share(first)
+        for options in ({}, {"tenant": "b"}, {"tenant": "a", "cache_salt": "x"}):
+            assert hit(ask(second, PROMPT, **options)) == 0
+        assert hit(ask(second, PROMPT, tenant="a")) == 192
+        share(second)
+        assert hit(ask(first, PROMPT, tenant="b")) == 192, "and back"
+        assert first.facts.root("t", "s") == second.facts.root("t", "s")
+        assert first.connector.parts.secret == second.connector.parts.secret, "the parents of splices are made with it"
+    with replica(saved_model(seed=5), shared.url) as other:
+        assert hit(ask(other, PROMPT, tenant="a")) == 0
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "another secret, of other people, 32 characters")
+    with replica(model, shared.url) as stranger:
+        assert hit(ask(stranger, PROMPT, tenant="a")) == 0
+
+
+def test_deleted_and_evicted_blocks_go_from_there_too(model, shared, tmp_path):
+    with replica(model, shared.url, tmp_path / "a") as engine:
+        ask(engine, PROMPT)
+        share(engine)
+        assert len(shared.names()) == (1 if isinstance(shared, Directory) else 12)
+        engine.admin.evict(Evict(everything=True))
+        share(engine)
+        assert shared.names() == []
+        assert ask(engine, PROMPT).usage.cached_tokens_details.disk == 0
+        share(engine)
+
+
+def test_what_is_damaged_is_computed_and_stored_anew(model, plain, shared):
+    with replica(model, shared.url) as first:
+        ask(first, PROMPT)
+        share(first)
+    for name in shared.names():
+        value = bytearray(shared.get(name))
+        for at in range(1000, len(value), 5000):  # in each block, also of a group
+            value[at] ^= 1
+        shared.set(name, bytes(value))
+    with replica(model, shared.url) as second:
+        output = ask(second, PROMPT)
+        assert output.token_ids == plain(PROMPT, 4)
+        assert hit(output) == 0
+        failures = second.stats()["store"]["remote_read_failures"]
+        assert failures["corrupt"] > 0 and failures.keys() <= {"corrupt", "missing"}
+        share(second)
+        ask(second, PROMPT)
+        share(second)
+    with replica(model, shared.url) as third:
+        assert hit(ask(third, PROMPT)) == 192
+
+
+HARMS = {
+    "redis": ["kill", "start", "pause", "resume", "restart"],
+    "s3": ["pause", "resume", "delete_bucket", "kill", "start"],
+}
+
+
+@pytest.mark.parametrize("kind", HARMS)
+def test_no_request_fails_when_the_server_dies_stops_or_comes_back_empty(model, plain, monkeypatch, tmp_path, kind):
+    harmed = s3_server(monkeypatch) if kind == "s3" else RedisServer(tmp_path)
+    with harmed as server, replica(model, server.url, tmp_path / "a") as engine:
+        for number, harm in enumerate([None, *HARMS[kind]]):
+            if harm is not None:
+                getattr(server, harm)()
+            prompt = tokens(100 + number, 100)
+            assert ask(engine, prompt).token_ids == plain(prompt, 4)
+            assert ask(engine, PROMPT).token_ids == plain(PROMPT, 4)
+        wait_until(lambda: degraded(engine) is None)
+        ask(engine, PROMPT)
+        share(engine)
+        assert len(server.names()) >= (12 if kind == "redis" else 1), "what it had lost was stored again"
+
+
+def test_a_server_that_is_not_there_from_the_start(model, plain, tmp_path):
+    with RedisServer(tmp_path) as server:
+        server.kill()
+        with replica(model, server.url) as engine:
+            assert ask(engine, PROMPT).token_ids == plain(PROMPT, 4)
+            wait_until(lambda: "refused" in str(degraded(engine)))
+            server.start()
+            wait_until(lambda: degraded(engine) is None)
+            ask(engine, PROMPT)
+            share(engine)
+            assert len(server.names()) == 12
+
+
+@pytest.mark.parametrize("options", [("--requirepass", "other"), ("--maxmemory", "1mb")])
+def test_a_server_that_refuses(model, plain, tmp_path, options):
+    with RedisServer(tmp_path, *options) as server, replica(model, server.url, tmp_path / "a") as engine:
+        for seed in range(4):
+            prompt = tokens(seed, 240)
+            assert ask(engine, prompt).token_ids == plain(prompt, 4)
+        share(engine)
+        found = engine.stats()["remote"]
+        assert "NOAUTH" in str(found["degraded"]) or found["full"]
+        assert found["stored"] < 4 * 15
+
+
+def test_wrong_credentials_are_said_and_cost_no_request(model, plain, monkeypatch):
+    with s3_server(monkeypatch, keys=True) as server:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ngwr0ng")
+        with replica(model, server.url) as engine:
+            assert ask(engine, PROMPT).token_ids == plain(PROMPT, 4)
+            wait_until(lambda: degraded(engine))
+            assert "403" in degraded(engine)
+            assert "wr0ng" not in str(engine.stats())
+
+
+@pytest.mark.parametrize("faults", [
+    Faults(cut_after=5000), Faults(cut_after=50_000), Faults(lost_at=20_000), Faults(flipped_at=20_000),
+    Faults(delay_s=0.05), Faults(bytes_per_s=1e6), Faults(refuses=True),
+])  # fmt: skip
+def test_no_wrong_answer_through_a_bad_network(model, plain, redis, faults):
+    with replica(model, redis.url) as first:
+        ask(first, PROMPT)
+        share(first)
+    with Proxy(redis.port) as proxy:
+        proxy.faults = faults
+        with replica(model, proxy.url) as second:
+            for prompt in (PROMPT, [*PROMPT, *tokens(7, 40)]):
+                output = ask(second, prompt)
+                assert output.token_ids == plain(prompt, 4)
+                hit(output)
+            second.check_integrity()
+
+
+def test_what_cannot_work_is_refused_at_once(model, tmp_path, monkeypatch):
+    url = "redis://localhost"
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        replica(model, f"file://{tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match="cpu and disk are 0"):
+        CacheTiers(remote=url)
+    with pytest.raises(ConfigError, match="remote is 'http://x'; give redis://"):
+        CacheTiers(cpu="1GiB", remote="http://x")
+    with pytest.raises(ConfigError, match="remote_ttl_s is 0"):
+        CacheTiers(cpu="1GiB", remote=url, remote_ttl_s=0)
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "short")
+    with pytest.raises(ConfigError, match="has 5 characters"):
+        CacheTiers(cpu="1GiB", remote=url)
+    monkeypatch.delenv("KVSTORE_FLEET_SECRET")
+    with pytest.raises(ConfigError, match="no secret of the fleet"):
+        CacheTiers(cpu="1GiB", remote=url)
+
+
+# -- conversations whose KV is in the shared tier alone ----------------------------------------------------------------
+def talking(remote: str | None, **options) -> Engine:
+    """With the built-in model, and no disk."""
+    return Engine(cache_tiers=CacheTiers("16MiB", "16MiB", remote=remote), device="cpu", load="always", **options)
+
+
+def forget_here(engine: Engine) -> None:
+    """What was said is in the shared tier alone."""
+    engine.flush()
+    engine.loop.call(engine.loop.pool.evict_all)
+    evict_cpu(engine)
+
+
+def test_who_types_has_the_history_read_ahead(redis):
+    with talking(redis.url) as engine:
+        chat = engine.chat("typing", system="You are a patient guide to old cities. " * 4)
+        chat.send("Tell me of Lisbon.", greedy(12))
+        forget_here(engine)
+        assert engine.stats()["remote"]["reads"] == 0
+        engine.prefetch("typing")
+        num_read = len(chat.window.chain)
+        wait_until(lambda: engine.stats()["remote"]["reads"] == num_read >= 3, "all is read ahead")
+        engine.check_integrity()
+        assert chat.send("And of Porto.", greedy(12)).usage.cached_tokens >= 16 * num_read
+        assert engine.stats()["remote"]["reads"] == num_read, "it was there already"
+
+
+def test_a_truncation_of_what_only_the_shared_tier_has_computes_what_it_keeps(redis):
+    """Splices are made of what CPU or disk have; the turns that follow are hit in the shared tier again."""
+    said = [f"Tell me more of day {day} of the journey, of the ships and of the sea." for day in range(12)]
+
+    def talk(remote: str | None, reuse: str) -> tuple[list[str], int]:
+        with talking(remote, max_model_len=256) as engine:
+            chat, texts, num_hit = engine.chat("long", system="Be kind.", truncation_reuse=reuse), [], 0
+            for text in said:
+                output = chat.send(text, greedy(12))
+                texts.append(output.text)
+                num_hit += output.usage.cached_tokens_details.remote
+                if remote is not None:
+                    forget_here(engine)
+            engine.check_integrity()
+            return texts, num_hit
+
+    computed, shared = talk(None, "exact"), talk(redis.url, "reencode")
+    assert shared[0] == computed[0]
+    assert shared[1] > 0
+
+
+def test_a_session_deleted_while_it_is_away_is_said_to_be_pending_and_goes_when_it_is_back(tmp_path):
+    with RedisServer(tmp_path) as redis, talking(redis.url) as engine:
+        engine.chat("secret", system="Never tell. " * 20).send("My name is Ada.", greedy(12))
+        forget_here(engine)
+        assert redis.ask("DBSIZE") > 3
+        redis.pause()
+        assert engine.admin.delete_session("secret") > 3, "nobody waits for the tier"
+        wait_until(lambda: engine.stats()["remote"]["degraded"] is not None)
+        assert engine.stats()["sessions"]["pending_deletions"] == 1
+        redis.resume()
+        wait_until(lambda: engine.stats()["remote"]["degraded"] is None)
+        engine.flush()
+        engine.admin.resume()  # as the engine does each half minute
+        wait_until(lambda: redis.ask("DBSIZE") == 0, "it is deleted by itself")
+        wait_until(lambda: engine.admin.resume() or engine.stats()["sessions"]["pending_deletions"] == 0)
