@@ -34,7 +34,7 @@ from kvstore.engine.core.request import Ended, Update
 from kvstore.engine.process.channel import Channel, Failed, Start
 from kvstore.engine.process.child import Heart, be_child, own_channel
 from kvstore.engine.progress import told_to
-from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.errors import EngineClosedError, KVStoreError, RequestError
 
 TERM_GRACE_S = 10  # how long to wait for the front after SIGTERM before ending
 POLL_MS = 1000  # how often to check whether the engine has ended by itself
@@ -104,7 +104,8 @@ class CoreServer:
         for update in updates:
             if update.ended is not None and update.ended.error is not self._told:
                 self._told = error = update.ended.error
-                if error is not None:  # once for all requests that it has ended
+                # Once for all requests that it has ended. What is wrong with one request is its caller's.
+                if error is not None and not isinstance(error, RequestError):
                     why = f"{type(error).__name__}: {error}"
                     print(f"kvstore: a step of the engine failed: {why}", file=sys.stderr, flush=True)
         self._heart.rest()  # the front may be slow

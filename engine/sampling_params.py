@@ -1,8 +1,10 @@
 """How one request is sampled and when it stops. Plain data, checked once; no torch."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from kvstore.errors import RequestError
@@ -14,6 +16,11 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 SEED_LIMIT = 2**63
+MAX_GRAMMAR_BYTES = 2**16  # of a schema, a regular expression, a list of choices or a grammar
+MAX_TAGS_BYTES = 2**20  # of all tags together
+MAX_SCHEMA_DEPTH = 32  # objects and lists within each other
+MAX_TAGS = 256
+MAX_MULTIPLE = 10_000  # a schema's multiples are counted by an automaton with so many states
 
 
 def _number(name: str, value: object, low: float, high: float, *, integer: bool = False, above: bool = False) -> None:
@@ -34,6 +41,135 @@ def _sequence(name: str, value: object, longest: int) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuralTag:
+    """A part of an answer that begins with `begin` and ends with `end`, and what is allowed in between.
+
+    json: a JSON schema; or grammar: Lark, whose first rule is `start`. trigger: the text from which on `begin` must go
+    on; it is how `begin` starts, and all of it if it is empty.
+    """
+
+    begin: str
+    end: str = ""
+    json: str | dict[str, Any] | None = None  # as text, once it was checked
+    grammar: str | None = None
+    trigger: str = ""
+
+    def __post_init__(self) -> None:
+        _text("tags", "begin", self.begin)
+        if self.end:
+            _text("tags", "end", self.end)
+        if not self.begin.startswith(self.trigger):
+            raise _refused("tags", f"the trigger {self.trigger!r} is not how {self.begin!r} begins")
+        if (self.json is None) == (self.grammar is None):
+            raise _refused("tags", f"{self.begin!r} needs json or grammar, and only one of them")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text("tags", self.json))
+        else:
+            _text("tags", "grammar", self.grammar)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What an answer must match from its first token to its last; names and meanings are those of vLLM. Give one.
+
+    json: a JSON schema, as an object or as text. oneOf counts as anyOf, and there is no white space but in strings.
+    regex: a regular expression without look-around. choice: one of these texts. grammar: Lark, or GBNF (with `::=`).
+    json_object: any JSON object.
+    tags: free text, in which each tag's trigger must go on with what the tag allows. required: no text, but tags.
+    Raises RequestError for what is too large; what cannot be compiled fails when the answer is to begin.
+    """
+
+    json: str | dict[str, Any] | None = None  # as text, once it was checked
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    tags: Sequence[StructuralTag] = ()
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "tags")
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False) and (kind != "tags" or self.tags)]
+        if len(given) != 1:
+            said = f"has {' and '.join(given)}" if given else "has nothing to match"
+            raise RequestError(f"structured_outputs {said}; give one of {', '.join(kinds)}", "structured_outputs")
+        for kind in given:
+            if kind in ("regex", "grammar"):
+                _text(kind, kind, getattr(self, kind))
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text("json", self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", self._checked_choice())
+        if self.required and not self.tags:
+            raise _refused("required", "it is about tags; give some")
+        object.__setattr__(self, "tags", self._checked_tags())
+
+    def _checked_choice(self) -> tuple[str, ...]:
+        if not isinstance(self.choice, list | tuple) or not all(isinstance(text, str) for text in self.choice):
+            raise _refused("choice", "give a list of texts")
+        _text("choice", "choice", "".join(self.choice))
+        return tuple(self.choice)
+
+    def _checked_tags(self) -> tuple[StructuralTag, ...]:
+        tags = tuple(self.tags)
+        if len(tags) > MAX_TAGS:
+            raise _refused("tags", f"there are {len(tags)}; at most {MAX_TAGS}")
+        size = sum(len(tag.begin) + len(tag.end) + len(tag.json or tag.grammar or "") for tag in tags)
+        if size > MAX_TAGS_BYTES:
+            raise _refused("tags", f"they have {size} characters together; at most {MAX_TAGS_BYTES}")
+        return tags
+
+
+def _refused(kind: str, why: str) -> RequestError:
+    return RequestError(f"structured_outputs.{kind}: {why}", "structured_outputs")
+
+
+def _text(kind: str, name: str, text: object) -> None:
+    try:
+        size = len(text.encode()) if isinstance(text, str) else 0
+    except UnicodeEncodeError:
+        raise _refused(kind, f"{name} is not valid Unicode: it holds half a surrogate pair") from None
+    if not size:
+        raise _refused(kind, f"{name} is {text!r}; give a text that is not empty")
+    if size > MAX_GRAMMAR_BYTES:
+        raise _refused(kind, f"{name} has {size} bytes; at most {MAX_GRAMMAR_BYTES}")
+
+
+def _schema_text(kind: str, schema: object) -> str:
+    """A JSON schema as text, if its size, depth and multiples are within bounds."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False, separators=(",", ":"))
+        _text(kind, "the schema", text)
+        parsed = json.loads(text)
+    except RecursionError:
+        raise _refused(kind, f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise _refused(kind, f"the schema is no JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise _refused(kind, f"the schema is {text[:40]!r}; give an object")
+    _check_schema(kind, parsed)
+    return text
+
+
+def _check_schema(kind: str, schema: object) -> None:
+    level, depth, multiple = [schema], 0, 1
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _refused(kind, f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+        for item in level:
+            step = item.get("multipleOf") if isinstance(item, dict) else None
+            if isinstance(step, int | float) and 0 < step < math.inf:
+                ratio = Fraction(str(step))
+                multiple = math.lcm(multiple, ratio.numerator, ratio.denominator)
+        if multiple > MAX_MULTIPLE:
+            raise _refused(kind, f"multipleOf: the values come together at {multiple}; at most {MAX_MULTIPLE}")
+        level = [value for item in level for value in (item.values() if isinstance(item, dict) else item)]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling of one request; names and meanings are those of vLLM and of the OpenAI API.
 
@@ -46,6 +182,8 @@ class SamplingParams:
     stop: strings that end the answer and are not part of it. stop_token_ids: ids that do, likewise.
     logprobs: None, or how many alternatives to report beside each sampled token (0: only its own).
     detokenize: False leaves the text empty; there can be no stop strings then.
+    structured_outputs: what the answer must match. eos is allowed where it may end, and ends it, also with ignore_eos;
+    where nothing else is allowed, also before min_tokens. Logprobs are the model's, before anything is forbidden.
     Raises RequestError naming the field and its bounds.
     """
 
@@ -66,6 +204,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _number("n", self.n, 1, MAX_CHOICES, integer=True)
@@ -94,6 +233,10 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _number("stop_token_ids", token_id, 0, 2**31, integer=True)
         self._check_logit_bias()
+        wanted: object = self.structured_outputs
+        if not isinstance(wanted, StructuredOutputsParams | None):
+            said = f"structured_outputs is {wanted!r}; give StructuredOutputsParams(...)"
+            raise RequestError(said, "structured_outputs")
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop, MAX_STOP_STRINGS)

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from kvstore.config import CacheTiers
     from kvstore.engine.async_engine import AsyncChat, AsyncEngine
     from kvstore.engine.engine import Engine
-    from kvstore.engine.sampling_params import SamplingParams
+    from kvstore.engine.sampling_params import SamplingParams, StructuralTag, StructuredOutputsParams
     from kvstore.engine.sessions.chat import ChatSession
     from kvstore.engine.stats import EngineStats
 
 __version__ = "0.1.1"
 __all__ = [
     "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "EngineStats", "SamplingParams",
-    "__version__"
+    "StructuralTag", "StructuredOutputsParams", "__version__"
 ]  # fmt: skip
 __all__ += errors.__all__
 
@@ -58,6 +58,8 @@ _HOMES = {
     "Engine": "kvstore.engine.engine",
     "EngineStats": "kvstore.engine.stats",
     "SamplingParams": "kvstore.engine.sampling_params",
+    "StructuralTag": "kvstore.engine.sampling_params",
+    "StructuredOutputsParams": "kvstore.engine.sampling_params",
 }
 
 if not TYPE_CHECKING:  # to a type checker a name that is not above is an error

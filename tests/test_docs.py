@@ -29,6 +29,7 @@ PROMISED = {  # words of what the programs of a document print, in order
     "README.md": [("Biscuit", "tokens were cached")],
     "docs/library.md": [
         ("Biscuit", "2 turns were kept"),
+        ('{"name":"', ',"age":'),
         ("ada", "Biscuit", "bob", "Rex"),
         ("2 turns are stored",),
         ("My name is Ada. 1",),

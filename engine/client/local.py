@@ -43,6 +43,7 @@ from kvstore.engine.progress import KERNELS, PROBE, WEIGHTS, begin
 from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks, end_hung, started_here
 from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.kernels.cuda.triton_support import has_triton
@@ -168,6 +169,7 @@ class LocalCore:
         self._random = random.Random(config.seed)
         with ExitStack() as opened:
             self._build(config, directory, opened, heart, silence_s)
+            self.compiler.wait_for_table()  # it would stop the steps
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
@@ -189,6 +191,8 @@ class LocalCore:
             self._call_token_ids = loaded.call_token_ids
             self._events = open_events(config, loaded.name)
             held.pop_all()
+        self.compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
+        opened.callback(self.compiler.close)
         begin(KERNELS)
         if self._events is not None:
             opened.callback(self._events.close)
@@ -253,7 +257,14 @@ class LocalCore:
     # -- requests ----------------------------------------------------------------------------------------------------
     def submit(self, prompts: Sequence[Submit]) -> None:
         self.check_open()
-        self.loop.inbox.put(self.loop.add, [self._request(prompt) for prompt in prompts])
+        requests = [self._request(prompt) for prompt in prompts]
+        self.loop.inbox.put(self.loop.add, requests)
+        for first in requests:
+            if first.params.structured_outputs is not None:
+                self.compiler.prepare(first, self._admit)
+
+    def _admit(self, first: Request, error: Exception | None) -> None:
+        self.loop.inbox.put(self.loop.admit, first, error)
 
     def _request(self, prompt: Submit) -> Request:
         params = prompt.params

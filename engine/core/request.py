@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,9 @@ from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.store.seam import StepSpan
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 @dataclass(slots=True)
@@ -127,6 +131,7 @@ class Request:
     num_told_blocks: int = 0  # how much of its chain the store knows, in blocks and in tokens
     num_told_tokens: int = 0
     children: list[Request] = field(default_factory=list)
+    matcher: LLMatcher | None = None  # what the answer so far allows next; None: everything
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -212,11 +217,14 @@ class Request:
         """Append a sampled token, whose KV does not exist yet."""
         self.token_ids.append(token_id)
         self.extend_chain()
+        if self.matcher is not None:
+            self.matcher.consume_token(token_id)
         self._check_stop(token_id)
 
     def _check_stop(self, token_id: int) -> None:
         enough = self.num_output_tokens >= self.params.min_tokens
-        if enough and not self.params.ignore_eos and token_id in self.eos_token_ids:
+        ends = self.matcher is not None or (enough and not self.params.ignore_eos)  # a grammar says where eos may be
+        if ends and token_id in self.eos_token_ids:
             self.finish_reason = "stop"
         elif enough and token_id in self.params.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token_id

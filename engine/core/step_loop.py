@@ -26,7 +26,7 @@ from kvstore.engine.core.kv_cache_manager import Erasure
 from kvstore.engine.core.request import News, Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.outputs import TokenLogprob
-from kvstore.errors import EngineClosedError, KVStoreError, StoreError
+from kvstore.errors import EngineClosedError, KVStoreError, RequestError, StoreError
 from kvstore.store.seam import Prefilled
 
 P = ParamSpec("P")
@@ -363,7 +363,16 @@ class StepLoop:
             request = progress.request
             logprobs = result.logprobs.get(progress.scheduled)
             logprob = None if logprobs is None else logprobs[progress.sample]
-            self.news.say(request, progress.token_id, logprob)
+            if request.matcher is not None and request.matcher.is_error():
+                why = f"structured_outputs became too complex for this answer: {request.matcher.get_error()[:200]}"
+                self._fail(request.prompt_id, RequestError(why, "structured_outputs"))
+            else:
+                self.news.say(request, progress.token_id, logprob)
+
+    def _fail(self, prompt_id: str, error: Exception) -> None:
+        """End a prompt with an error of its own."""
+        for request_id in self.news.end(prompt_id, error=error):
+            self.scheduler.roster.finish(request_id, "abort")
 
     @contextmanager
     def _ending_all_on_error(self) -> Iterator[None]:
@@ -384,11 +393,20 @@ class StepLoop:
 
     # -- for callers, through `call` or the inbox -------------------------------------------------------------------
     def add(self, prompts: Sequence[Request]) -> None:
-        """Queue prompts, each by its first choice. An error ends all of them."""
+        """Queue prompts, each by its first choice; those with a grammar wait for `admit`. An error ends all of them."""
         with suppress(Exception), self._ending_all_on_error():
             for first in prompts:
                 self.news.add(first)
             for first in prompts:
+                if first.params.structured_outputs is None:
+                    self.scheduler.roster.add(first)
+
+    def admit(self, first: Request, error: Exception | None) -> None:
+        """Queue a prompt whose grammar is compiled, or end it with why it is not. It may have ended meanwhile."""
+        if error is not None:
+            self._fail(first.request_id, error)
+        elif first.request_id in self.news.running:
+            with suppress(Exception), self._ending_all_on_error():
                 self.scheduler.roster.add(first)
 
     def end(self, prompt_id: str, index: int | None = None, stop_string: str | None = None) -> None:

@@ -7,12 +7,17 @@ import pytest
 
 from kvstore.engine.sampling_params import (
     MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_SCHEMA_DEPTH,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    MAX_TAGS,
     SEED_LIMIT,
     SamplingParams,
+    StructuralTag,
+    StructuredOutputsParams,
 )
 from kvstore.errors import RequestError
 
@@ -34,6 +39,7 @@ ALLOWED = {
     "ignore_eos": [True, False],
     "logprobs": [None, 0, MAX_LOGPROBS],
     "detokenize": [True, False],
+    "structured_outputs": [None, StructuredOutputsParams(regex="[0-9]+")],
 }
 REFUSED = {
     "n": [0, MAX_CHOICES + 1, 1.0, True, "1", None],
@@ -51,6 +57,7 @@ REFUSED = {
     "stop": ["", [""], ["x" * (MAX_STOP_CHARACTERS + 1)], ["x"] * (MAX_STOP_STRINGS + 1), [5]],
     "stop_token_ids": [[-1], [0.5], ["7"], [True]],
     "logprobs": [-1, MAX_LOGPROBS + 1, 0.5, True],
+    "structured_outputs": [{"regex": "a"}, "a", True],
 }
 
 
@@ -102,3 +109,69 @@ def test_stops_become_tuples():
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+TAG = StructuralTag("<a>", json={})
+FITTING_GRAMMARS = [
+    {"json": nested(MAX_SCHEMA_DEPTH)}, {"json": '{"type": "object"}'}, {"json_object": True},
+    {"regex": "x" * MAX_GRAMMAR_BYTES}, {"choice": ["yes", "no"]}, {"grammar": "start: /a/"},
+    {"tags": [TAG] * MAX_TAGS}, {"tags": [TAG], "required": True},
+    {"json": {"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 25}]}},
+]  # fmt: skip
+REFUSED_GRAMMARS = {
+    "has nothing to match": {},
+    "has regex and json_object": {"regex": "a", "json_object": True},
+    "json: the schema is nested more than 32": {"json": nested(MAX_SCHEMA_DEPTH + 1)},
+    "schema is nested": {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
+    "json: the schema has 65546 bytes; at most 65536": {"json": {"$id": "x" * MAX_GRAMMAR_BYTES}},
+    "json: the schema is no JSON: Expecting value": {"json": "nothing"},
+    "json: the schema is no JSON: Object of type": {"json": {"type": b"x"}},
+    "json: the schema is '[]'; give an object": {"json": "[]"},
+    "json: the schema is 'false'; give an object": {"json": "false"},
+    "json: multipleOf: the values come together at 999983": {"json": {"multipleOf": 999983}},
+    "multipleOf: the values come together at 9797": {"json": {"allOf": [{"multipleOf": 101}, {"multipleOf": 9700}]}},
+    "regex: regex has 65537 bytes": {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)},
+    "regex: regex is ''; give a text": {"regex": ""},
+    "grammar: grammar is not valid Unicode": {"grammar": "\ud800"},
+    "choice: give a list of texts": {"choice": "yes"},
+    "choice: choice is ''": {"choice": []},
+    "tags: there are 257; at most 256": {"tags": [TAG] * (MAX_TAGS + 1)},
+    "tags: they have 1": {"tags": [StructuralTag("<a>", grammar="x" * MAX_GRAMMAR_BYTES)] * 17},
+    "required: it is about tags": {"regex": "a", "required": True},
+}
+
+
+@pytest.mark.parametrize("given", FITTING_GRAMMARS, ids=lambda given: repr(given)[:40])
+def test_a_grammar_within_bounds(given):
+    assert StructuredOutputsParams(**given) == StructuredOutputsParams(**given)
+    assert len({StructuredOutputsParams(**given), StructuredOutputsParams(**given)}) == 1
+
+
+@pytest.mark.parametrize("said", REFUSED_GRAMMARS)
+def test_a_grammar_beyond_bounds(said):
+    with pytest.raises(RequestError) as raised:
+        StructuredOutputsParams(**REFUSED_GRAMMARS[said])
+    assert said in str(raised.value)
+    assert raised.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"begin": ""}, "begin is ''"),
+        ({"begin": "<a>", "json": {}, "trigger": "<b>"}, "'<b>' is not how '<a>' begins"),
+        ({"begin": "<a>"}, "needs json or grammar"),
+        ({"begin": "<a>", "json": {}, "grammar": "start: /a/"}, "needs json or grammar"),
+        ({"begin": "<a>", "json": "[]"}, "give an object"),
+    ],
+)
+def test_a_tag_that_is_wrong(given, said):
+    with pytest.raises(RequestError, match=f"structured_outputs.tags: .*{said}"):
+        StructuralTag(**given)

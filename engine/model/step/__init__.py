@@ -3,6 +3,7 @@
 Decides nothing about requests.
 
 - `graphs`: decode steps and short prompts as CUDA graphs: captured at start, replayed with padding
+- `masks`: which tokens the grammars of rows allow next
 - `runner`: runs one step of the scheduler on the model, and steps that are in flight
 - `sampler`: how each row of the batch is sampled: argmax, and inverse CDF with top-k and top-p
 - `tensors`: a step's arrays on the device, in one copy; those of graphs, where they stay
@@ -24,6 +25,10 @@ step refuses operations that wait, in its own thread alone (torch's refusal is t
 eagerly, with a line in the log. So does a model whose replay gives other logits than the same work done eagerly over
 the same tensors. A capture that fails, also at a wait that the trial did not see, takes torch's allocator out of its
 pool again.
+
+A row with a grammar is drawn when that has consumed the row's last token. A step that is launched ahead computes its
+logits meanwhile and draws later: when its tokens are read, or before the next step is launched. The matcher belongs to
+the request, so it outlives the row.
 
 A decode step waits for the device once, for its tokens. Special token ids mark the rows to look at again.
 """

@@ -49,6 +49,7 @@ class Launched:
     num_samples: Sequence[int] = ()  # of each of these
     rows: np.ndarray | None = None  # their rows in the batch; valid until the next launch
     positions: np.ndarray | None = None  # of their tokens
+    held: tuple[np.ndarray, torch.Tensor] | None = None  # rows and logits that are drawn later
     drawn: Drawn | None = None
     on_host: torch.Tensor | None = None  # has the tokens once `end` is reached
     is_open: bool = False  # whether its logits still have to come back from a pipeline's last stage
@@ -258,7 +259,9 @@ class ModelRunner:
             computed = time.perf_counter()
             launched.note_samples(inputs)
             self._flight.computed(launched, logits)
-            if logits is not None:
+            if logits is not None and sampled is not None and self.sampler.is_constrained(inputs.sample_rows):
+                launched.held = (inputs.sample_rows, logits)
+            elif logits is not None:
                 self._draw(launched, inputs.sample_rows, logits)
         times, ended = self.times, time.perf_counter()
         self.clock.end(launched, output, ended - built)
@@ -274,6 +277,7 @@ class ModelRunner:
         """Wait for the tokens of a step, if it has sampled any."""
         if launched.is_open:
             self._end(launched)
+        self._draw_held(launched)
         started = time.perf_counter()
         drawn, rows = launched.drawn, launched.rows
         if launched.end is None:
@@ -321,6 +325,8 @@ class ModelRunner:
         them. If that step has no tokens, wait for it, because what it saves is kept until it is computed.
         """
         last, self._unread = self._unread, None
+        if last is not None:
+            self._draw_held(last)
         if last is None or last.drawn is None or last.rows is None:
             if last is not None and last.end is not None:
                 self.clock.wait(last)
@@ -329,6 +335,16 @@ class ModelRunner:
         self.sampler.append(last.rows, tokens)
         self.batch.append(last.rows, -1 - np.arange(len(last.rows)))
         return tokens
+
+    def _draw_held(self, launched: Launched) -> None:
+        """Draw a step's tokens that a grammar could not allow before the tokens of the step before it were read."""
+        if launched.held is None:
+            return
+        started = time.perf_counter()
+        (rows, logits), launched.held = launched.held, None
+        self._draw(launched, rows, logits)
+        launched.end = self.clock.mark()
+        self.times.sample_s += time.perf_counter() - started
 
     def reset(self) -> None:
         """Empty the batch after an error, as its rows cannot be trusted. The caches stay; nobody refers to them."""
@@ -393,7 +409,7 @@ class ModelRunner:
 def _set_sampling(sampler: Sampler, row: int, new: NewRow, tokens: np.ndarray) -> None:
     request = new.request
     prompt, answer = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
-    sampler.set_row(row, request.params, request.seed, stop_ids(request), prompt, answer)
+    sampler.set_row(row, request.params, request.seed, stop_ids(request), prompt, answer, request.matcher)
 
 
 def _by_request(
@@ -428,5 +444,5 @@ def copy_blocks(caches: KVCaches, copies: Sequence[tuple[int, int]], device: tor
 
 def stop_ids(request: Request) -> list[int]:
     """The ids that end a request. min_tokens forbids them for a while."""
-    eos = () if request.params.ignore_eos else request.eos_token_ids
+    eos = () if request.params.ignore_eos and request.matcher is None else request.eos_token_ids
     return [*eos, *request.params.stop_token_ids]

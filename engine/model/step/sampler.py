@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from llguidance import LLMatcher
 from torch import Tensor
 
+from kvstore.engine.model.step.masks import GrammarMasks, allows_others
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.kernels.paged_batch import to_device
@@ -59,9 +61,9 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def argmax_of_usable(logits: Tensor) -> Tensor:
-    """As `argmax`, but NaN counts as the lowest number."""
+    """As `argmax`, but NaN counts as the lowest number that is not forbidden (-inf)."""
     lowest = torch.finfo(torch.float32).min
-    return logits.float().nan_to_num_(nan=lowest, neginf=lowest).argmax(-1)
+    return logits.float().nan_to_num_(nan=lowest, neginf=-torch.inf).argmax(-1)
 
 
 def draw_all(scaled: Tensor, numbers: Tensor) -> Tensor:
@@ -303,13 +305,16 @@ class Sampler:
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> token ids, biases
         self._stops: dict[int, np.ndarray] = {}  # row -> token ids that min_tokens forbids
         self._penalties = _Penalties(max_rows, vocab_size, device)
+        self._masks = GrammarMasks(vocab_size, device)
+        self._edited = torch.empty(0, vocab_size, device=device)
 
     def set_row(
         self, row: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], prompt_token_ids: np.ndarray,
-        output_token_ids: np.ndarray,
+        output_token_ids: np.ndarray, matcher: LLMatcher | None = None,
     ) -> None:  # fmt: skip
         """Let a request join at `row`; if it is resumed, it has output tokens. stop_token_ids: eos and stop ids, which
-        min_tokens forbids. Ids beyond the vocabulary are ignored in stop_token_ids and logit_bias."""
+        min_tokens forbids. Ids beyond the vocabulary are ignored in stop_token_ids and logit_bias. matcher: of its
+        grammar; whoever owns it lets it consume what is sampled before the next draw."""
         self.clear_row(row)
         stops = self._known(np.asarray(stop_token_ids, np.int64))
         bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
@@ -318,6 +323,8 @@ class Sampler:
             self._stops[row] = stops
         if params.logit_bias:
             self._biases[row] = (self._known(bias_ids), biases[bias_ids < self._vocab_size])
+        if matcher is not None:
+            self._masks.matchers[row] = matcher
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         penalty_row = _NO_ROW
         if penalties != (1, 0, 0):
@@ -338,6 +345,8 @@ class Sampler:
             self._biases[dst] = self._biases.pop(src)
         if src in self._stops:
             self._stops[dst] = self._stops.pop(src)
+        if src in self._masks.matchers:
+            self._masks.matchers[dst] = self._masks.matchers.pop(src)
         self._state[src] = self._clear
 
     def clear_row(self, row: int) -> None:
@@ -347,7 +356,12 @@ class Sampler:
             self._penalties.release(penalty_row)
         self._biases.pop(row, None)
         self._stops.pop(row, None)
+        self._masks.matchers.pop(row, None)
         self._state[row] = self._clear
+
+    def is_constrained(self, rows: np.ndarray) -> bool:
+        """Whether a grammar must have consumed the last token of one of these rows before the next one is drawn."""
+        return len(self._masks.constrained(rows)) > 0
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray | Tensor) -> None:
         """Note that token_ids[i] is the next output token of rows[i]; both [R]. A row may occur repeatedly, in order.
@@ -388,13 +402,24 @@ class Sampler:
         return to_device(torch.from_numpy(values.copy()), self._device)
 
     def _edit(self, raw: Tensor, rows: np.ndarray, state: np.ndarray) -> Tensor:
-        """Bias, min_tokens and penalties, in this order, on a copy; `raw` itself when no row wants any."""
+        """Bias, min_tokens, penalties and grammars, in this order, on a copy; `raw` itself when no row wants any.
+
+        min_tokens does not hold back the end of an answer to which nothing more can be added.
+        """
         biased = np.flatnonzero(state["biased"])
         held = np.flatnonzero(state["num_output_tokens"] < state["min_tokens"])
         penalised = np.flatnonzero(state["penalty_row"] != _NO_ROW)
-        if not (len(biased) or len(held) or len(penalised)):
+        constrained = self._masks.constrained(rows)
+        if not (len(biased) or len(held) or len(penalised) or len(constrained)):
             return raw
-        logits = raw.to(torch.float32, copy=True)
+        masks = self._masks.masks(rows[constrained]) if len(constrained) else np.empty((0, 0), np.int32)
+        if len(constrained) == len(rows) and not (len(biased) or len(held) or len(penalised)):
+            return self._masks.added(masks).add_(raw)  # without a copy of the logits
+        if len(constrained) and len(held):
+            masked = dict(zip(constrained.tolist(), masks, strict=True))
+            kept = [i for i in held.tolist() if i not in masked or allows_others(masked[i], self._stops[rows[i]])]
+            held = np.array(kept, np.int64)
+        logits = self._copied(raw)
         if len(biased):
             ids, biases = zip(*(self._biases[row] for row in rows[biased].tolist()), strict=True)
             where = self._positions(biased, ids)
@@ -404,7 +429,17 @@ class Sampler:
             logits.index_put_(where, logits.new_full((), -torch.inf))
         if len(penalised):
             self._penalties.apply(logits, penalised, state[penalised])
+        if len(constrained):
+            logits.index_add_(0, self._tensor(constrained), self._masks.added(masks))
         return logits
+
+    def _copied(self, raw: Tensor) -> Tensor:
+        """A copy in float32; on a CPU where the last one was, because new pages cost more than the copy."""
+        if raw.device.type != "cpu":
+            return raw.to(torch.float32, copy=True)
+        if len(self._edited) < len(raw):
+            self._edited = torch.empty(raw.shape, dtype=torch.float32)
+        return self._edited[: len(raw)].copy_(raw)
 
     def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """An index into logits: every id of ids[i] in row indices[i]."""
