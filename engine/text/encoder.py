@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +20,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._mark = f"kvstore{secrets.token_hex(8)}x"  # nobody can spell it
 
     def spells_control(self, text: str) -> bool:
         return any(token in text for token in self._controls)
@@ -39,8 +43,32 @@ class TextEncoder:
         plain.add_special_tokens([_ANCHOR])
         return plain
 
+    def hide_controls(self, value: Any) -> Any:
+        """The same JSON with a mark for each control token that its texts spell: `encode` makes plain text of it.
+
+        Marks are letters and digits, which templates neither escape nor trim.
+        """
+        if isinstance(value, Mapping):
+            return {self.hide_controls(key): self.hide_controls(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.hide_controls(part) for part in value]
+        if not isinstance(value, str) or not self._controls:
+            return value
+        return self._spelled.sub(lambda found: f"{self._mark}{self._controls.index(found.group())}end", value)
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self._controls, key=len, reverse=True))))
+
     def encode(self, text: str) -> list[int]:
-        return _ids(self._backend, text)
+        """Ids of template text, and of control tokens hidden in it as text."""
+        if self._mark not in text:
+            return _ids(self._backend, text)
+        first, *rest = re.split(f"{self._mark}([0-9]+)end", text)
+        ids = _ids(self._backend, first)
+        for index, part in zip(rest[::2], rest[1::2], strict=True):
+            ids += self.encode_plain(self._controls[int(index)]) + self.encode_part(part)
+        return ids
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of template text within a prompt, as after a control token if the tokenizer has one."""
