@@ -38,11 +38,12 @@ class AnswerParser:
     """The events of one answer. White space around reasoning and calls is left out."""
 
     def __init__(self, template: ResponseTemplate, prefix: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._template = template
+        self.template = template
         self._tools = [dict(tool) for tool in tools]
         self._spec = template.regions if tools else template.regions_without_calls
         self._region: str = self._spec.implicit
-        self._opened = ""  # text that opens this region again
+        self._reopening = ""  # text that brings a new parser into this region
+        self._opener = ""  # of this region
         self._call: list[str] = []  # text of a call, its opener first
         self._name = ""  # of the function, if the opener holds it
         self._num_calls = 0
@@ -57,11 +58,6 @@ class AnswerParser:
         for event in events:
             list(self._follow(event))
         self._space = dict.fromkeys(self._space, "")
-
-    @property
-    def shown_tokens(self) -> Mapping[int, str]:
-        """Special tokens that the text must show."""
-        return self._template.shown_tokens
 
     @property
     def inside_call(self) -> bool:
@@ -90,8 +86,8 @@ class AnswerParser:
 
     def _renew(self) -> None:
         """Go on with a parser that is in the same region and holds no text."""
-        is_open = self._region != self._spec.implicit
-        parser = self._new_parser(self._opened if is_open else ".")  # "." because an answer begins only once
+        outside = self._region == self._spec.implicit
+        parser = self._new_parser("." if outside else self._reopening)  # "." because an answer begins only once
         opened = [event["field"] for event in parser.initial_events if event["type"] == "region_open"]
         if opened == [self._region]:
             parser.feed(self._pending)
@@ -100,13 +96,14 @@ class AnswerParser:
     def _follow(self, event: Mapping[str, Any], ending: str = "") -> Iterator[AnswerEvent]:
         """ending: the finish reason, for the events of the end."""
         field = self._spec.fields[event["field"]]
-        kind = "reasoning" if field.name in REASONING else "content"
+        kind: Literal["reasoning", "content"] = "reasoning" if field.name in REASONING else "content"
         if event["type"] == "region_open":
             yield from self._open(field)
         elif event["type"] == "region_chunk":
             self._pending = self._pending[len(event["text"]) :]
+            # What an opener needs to be told from a longer one, and "." so that no closer is half there.
+            self._reopening = self._reopening or self._opener + event["text"][:256] + "."
             if field.name == CALLS:
-                self._opened = self._opened or event["text"][:256]
                 self._call.append(event["text"])
             elif field.name != UNSEEN:
                 yield from self._say(kind, event["text"])
@@ -125,10 +122,11 @@ class AnswerParser:
 
     def _open(self, field: Any) -> Iterator[AnswerEvent]:
         opener = field.open_re.match(self._pending) if field.open_re else None
-        self._region, self._opened = field.name, opener.group() if opener else ""
-        self._pending = self._pending[len(self._opened) :]
+        self._region, self._reopening = field.name, ""
+        self._opener = opener.group() if opener else ""
+        self._pending = self._pending[len(self._opener) :]
         if field.name == CALLS:
-            self._call = [self._opened]
+            self._call = [self._opener]
             self._name = opener.groupdict().get("name") or "" if opener else ""
             yield ToolCallEvent("begun", self._num_calls, self._name)
 
@@ -154,10 +152,10 @@ class AnswerParser:
     def _end_call(self, is_closed: bool, ending: str) -> Iterator[AnswerEvent]:
         text = "".join(self._call)
         if not is_closed and ending != "stop":
-            yield ToolCallEvent("cut", self._num_calls, self._name, text[len(self._call[0]) :])
+            yield ToolCallEvent("cut", self._num_calls, self._name, text[len(self._opener) :])
             return
         # The last parameter would be taken as whole.
-        is_lost = not is_closed and self._template.calls_alone.fields[CALLS].content == "xml-inline"
+        is_lost = not is_closed and self.template.calls_alone.fields[CALLS].content == "xml-inline"
         calls = [] if is_lost else self._parse_calls(text)
         for name, arguments in calls:
             yield ToolCallEvent("whole", self._num_calls, name, arguments)
@@ -174,7 +172,7 @@ class AnswerParser:
         from transformers.utils.chat_parsing import parse_response
 
         try:
-            message = parse_response(text, self._template.calls_alone, prefix="", tools=self._tools)
+            message = parse_response(text, self.template.calls_alone, prefix="", tools=self._tools)
             return [_checked(call) for call in _flat(message[CALLS])]
         except _NO_CALL:
             return []

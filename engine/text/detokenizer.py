@@ -55,7 +55,7 @@ class Detokenizer:
         self.stop_string: str | None = None
         self.num_tokens = 0
         self._parser = parser
-        shown = parser.shown_tokens if parser else {}
+        shown = parser.template.shown_tokens if parser else {}
         self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids, shown)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens

@@ -8,8 +8,7 @@ the parser tries an unfinished one again with every piece of text.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -110,9 +109,10 @@ def choose_template(tokenizer: Any, parser: str | None = None) -> ResponseTempla
 
 
 def _shown_tokens(spec: Mapping[str, Any], tokenizer: Any) -> dict[int, str]:
-    used = [text for given in spec["fields"].values() if _opens(given) for text in _texts(given)]
-    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {i: text for i, text in special.items() if any(text in use or re.escape(text) in use for use in used)}
+    used = json.dumps(list(filter(_opens, spec["fields"].values())), ensure_ascii=False)
+    used = used.replace("\\", "")  # of patterns and of JSON
+    added = tokenizer.added_tokens_decoder.items()
+    return {i: token.content for i, token in added if token.special and token.content in used}
 
 
 @cache
@@ -129,12 +129,3 @@ def _compiled(spec: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
 
 def _opens(given: Mapping[str, Any]) -> bool:
     return "open" in given or "open_pattern" in given
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(part)

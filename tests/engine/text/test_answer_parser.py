@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.engine.outputs import TextDelta, ToolCallEvent
 from kvstore.engine.text.answer_parser import MAX_PARSED, AnswerParser, make_parser
+from kvstore.engine.text.response_template import ResponseTemplate
 from tests.engine.text.test_response_template import FAMILIES, family, written
 
 TOOLS = [
@@ -246,3 +247,56 @@ def test_30_000_hostile_characters_are_parsed_to_the_end(name):
         "".join(chance.choices(HOSTILE, k=6000)),
     ):
         assert parsed(template, text, range(1, len(text))) == parsed(template, text)
+
+
+OWN = ResponseTemplate(
+    {  # as models have it in tokenizer_config.json: white space in the opener, an end of content, a required region
+        "defaults": {"role": "assistant"},
+        "start_anchor": OPENING,
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+            },
+            "content": {"close_pattern": r"\s*<\|im_end\|>", "optional": False},
+        },
+    },
+    reasoning=("<think>", "</think>"),
+)
+CHANNELS = ResponseTemplate(
+    {  # text outside its regions belongs to none
+        "start_anchor": "<start>",
+        "fields": {"reasoning": {"open": "<a>", "close": "<end>"}, "content": {"open": "<f>", "close": "<end>"}},
+    },
+    reasoning=("<a>", "<end>"),
+)
+
+
+def test_a_models_own_template_is_followed():
+    text = "<think>Hm.</think>\n\nSo:\n\n<tool_call>{}</tool_call>\n" + written(HERMES.calls, CALLS)
+    events = done(everywhere(OWN, text, prefix=OPENING))
+    content = TextDelta("content", "So:\n\n<tool_call>{}</tool_call>")
+    assert events == [TextDelta("reasoning", "Hm."), content, *whole_calls()]
+    assert everywhere(CHANNELS, "<a>Hm.<end>lost<f>So<end>lost<f>it is. <end>") == [
+        TextDelta("reasoning", "Hm."), TextDelta("content", "So\nit is."),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_parser_that_holds_much_text_is_replaced_in_every_region(name):
+    """Else each piece would cost as much as all the text before it."""
+    template = family(name)
+    begin = written(template.calls, CALLS[:1]).partition("Köln")[0].partition("K\\u00f6ln")[0]
+    openers = [begin, template.content, *(template.reasoning or ())[:1]]
+    for opener in openers:
+        parser = AnswerParser(template, "", TOOLS)
+        parser.feed(opener)
+        first = parser._parser
+        for _ in range(20):
+            parser.feed("x" * (MAX_PARSED // 10))
+        assert parser._parser is not first, opener
+        assert parser.inside_call == (opener == begin)
