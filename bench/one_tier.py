@@ -18,7 +18,7 @@ from kvstore.planning.jobs import prompt_of
 from kvstore.planning.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 
 
 def replay_one_tier(

@@ -13,8 +13,7 @@ from kvstore.planning.jobs import chain_of, prompt_of
 from kvstore.planning.traces import Trace
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation, Conversations
-from kvstore.policy.policies import KeyQueue
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import KeyQueue, Steering
 
 
 class FurthestFirst:

@@ -34,8 +34,8 @@ from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_queue import BATCH_BYTES, NUM_READERS, IoQueue, Read, ReadDone
 from kvstore.disk.tier import DiskTier
 from kvstore.kernels.block_copy import BlockLoad, save_layers
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
+from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_HEADS = 24, 2, 64, 16, 14

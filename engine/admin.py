@@ -18,7 +18,7 @@ from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, rep
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, ReadStats, VerifyBlocks
-from kvstore.engine.sessions.chats import Chats
+from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.stats import EngineStats
 from kvstore.errors import (
     EngineClosedError,

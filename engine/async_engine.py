@@ -17,7 +17,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.one_turn import OneTurn
+from kvstore.engine.sessions.stored import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import prompt_ids

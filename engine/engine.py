@@ -30,8 +30,7 @@ from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import Piece, RequestOutput, describe_tiers
 from kvstore.engine.progress import shown
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.chats import Chats, Language
+from kvstore.engine.sessions.chat import Chats, ChatSession, Language
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids

@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
-from kvstore.engine.sessions.claims import Claims, Hold
+from kvstore.engine.sessions.stored import Claims, Hold
 from kvstore.errors import EngineClosedError, KVStoreError
 from kvstore.sessions.record import SessionKey
 

@@ -26,8 +26,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.policy.planner import Planner
-from kvstore.policy.policies import POLICIES
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import POLICIES, Steering
 from kvstore.stats import StoreStats
 from kvstore.store.host_blocks import HostBlocks
 from kvstore.store.housekeeping import Housekeeper

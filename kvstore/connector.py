@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.blocks.ends import Order
+from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import SaveFence, TransferPlan
@@ -20,7 +20,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.lookahead import LookAhead
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, StepSpan, Upkeep
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.remote.disk_owner import OwnerServer, Value
 from kvstore.stats import StoreStats
 from kvstore.store.host_blocks import HostBlocks

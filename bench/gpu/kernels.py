@@ -14,8 +14,8 @@ from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.device import to_device
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.kernels.write_kv import rotate_and_write, write_kv
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
+from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
 
 STAGING_BYTES = 1 << 25  # pinned memory for one copy to the device

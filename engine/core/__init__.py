@@ -2,18 +2,14 @@
 
 Loads no torch; knows the store by the scheduler's side of the connector.
 
-- `cached_tokens`: counts the tokens of a request that were never computed
-- `inbox`: functions for the stepping thread to call between two steps, in order
 - `input_batch`: the persistent batch: arrays reused from step to step
-- `kv_cache_manager`: HBM blocks: prefix hits, allocation, caching, release, erasure
+- `kv_cache_manager`: blocks of requests in HBM: prefix hits, allocation, caching, release, erasure; and loads from
+  below it
 - `news`: what steps have brought for each prompt: tokens and ends
-- `request`: one request and its state
-- `request_blocks`: blocks of requests in HBM and below it: hits, loads, and what came from where
-- `roster`: all requests from arrival to end: waiting, running, and moves between the two
-- `scheduler`: which request computes how many tokens in the next step
-- `step_loop`: the one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and hands
-  out what is new
-- `steps`: the order of steps: each is scheduled, launched and read
+- `request`: one request and its state, and how many of its tokens were never computed
+- `scheduler`: which request computes how many tokens in the next step; all requests from arrival to end
+- `step_loop`: the one loop that steps an engine, in a thread of its own: it serves its inbox, schedules, launches and
+  reads steps, and hands out what is new
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
 
 Decisions:
@@ -31,6 +27,6 @@ Choices of one prompt (`n` > 1): the first one computes the prompt, all draw the
 its blocks. So prompt tokens are computed once.
 
 The batch is kept as arrays from step to step; requests join and leave in place. What computes is handed
-in (`steps.Runner`). Deleted KV is overwritten in HBM, too: at
+in (`step_loop.Runner`). Deleted KV is overwritten in HBM, too: at
 once, or as soon as no request holds it.
 """

@@ -2,14 +2,9 @@
 
 Loads no torch.
 
-- `chat`: a session: send, stream, fork; durable turn by turn
-- `chats`: sessions by their ids: opened, kept in memory, and hinted at
-- `claims`: which turn holds which session
-- `one_turn`: one turn while it runs: its prompt, and its record
-- `recall`: a history's prompt, with the original ids of known answers
-- `recall_ids`: digests that identify histories and answers
-- `recall_lines`: recent conversations by these digests, bounded
-- `stored`: a session's place in the store
+- `chat`: a session: send, stream, fork; durable turn by turn; sessions by their ids, and hints that one is needed soon
+- `recall`: a history's prompt, with the original ids of known answers; recent conversations by keyed digests
+- `stored`: a session's place in the store; which turn holds it; a turn's prompt and its record
 - `window`: what of a session is in the model's window, and how it is truncated
 
 Decisions:

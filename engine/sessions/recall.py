@@ -1,23 +1,152 @@
-"""Turns histories that come back as text into the exact ids that the model has seen and said.
+"""A history's prompt, with the original ids of answers that are known.
 
-An answer is recognised by the digest of the whole history up to it, else by its text alone, within tenant and salt.
-Knows no engine: a `CoreClient` computes, and `AnswerStore` holds known answers.
+Recent conversations are kept by digests: the exact ids that the model has seen and said. A digest is keyed with the
+tenant's root and the salt, so nobody else can make it or guess a text from it. Bounded: the least recently used are
+dropped. Holds no text.
 """
 
 from __future__ import annotations
 
+import hmac
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from kvstore.blocks.ids import BlockId
 from kvstore.engine.outputs import RequestOutput
-from kvstore.engine.sessions.chats import Chats
-from kvstore.engine.sessions.recall_ids import Keys, answer_ids
-from kvstore.engine.sessions.recall_lines import KnownConversation, Lines
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.sessions.chat import Chats
+from kvstore.engine.text.chat_template import Message, answer_ids
 from kvstore.engine.text.prompts import check_length
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
 
+LINE_COST, TURN_COST = 190, 100  # costs beside the ids, in tokens of 4 bytes
+DIGEST_BYTES = 16
 MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
+
+
+@dataclass(frozen=True, slots=True)
+class KnownConversation:
+    """A conversation at the end of an answer. owner: its session, if any."""
+
+    num_messages: int
+    token_ids: Sequence[int]
+    owner: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a turn within a line. history: the digest of all messages up to there."""
+
+    history: bytes
+    num_messages: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Line:
+    """A growing conversation; all its turns share its ids."""
+
+    number: int
+    token_ids: array[int]
+    owner: bytes
+    ends: list[_End]
+
+    @property
+    def cost(self) -> int:
+        return LINE_COST + len(self.token_ids) + TURN_COST * len(self.ends)
+
+    def at(self, end: _End) -> KnownConversation:
+        return KnownConversation(end.num_messages, self.token_ids[: end.num_tokens], self.owner)
+
+    def is_continued_by(self, before: bytes, new: KnownConversation) -> bool:
+        known = array("I", new.token_ids[: len(self.token_ids)])
+        return (self.ends[-1].history, self.owner, self.token_ids) == (before, new.owner, known)
+
+
+class Lines:
+    """The most recently used conversations. Any thread may call it."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[int, _Line] = OrderedDict()  # the least recently used first
+        self._by_history: dict[bytes, tuple[_Line, _End]] = {}
+        self._next_number = 0
+        self.num_tokens = 0  # with the costs beside them
+
+    def add(self, history: bytes, before: bytes, new: KnownConversation) -> None:
+        """Remember a conversation; if the one up to the previous answer is known, extend that. history, before: digests
+        of the messages of each.
+        """
+        with self._lock:
+            line, _ = self._by_history.get(before, (None, None))
+            if line is None or not line.is_continued_by(before, new):
+                line = _Line(self._next_number, array("I"), new.owner, [])
+                self._next_number += 1
+                self._lines[line.number] = line
+            else:
+                self.num_tokens -= line.cost
+            line.token_ids.extend(new.token_ids[len(line.token_ids) :])
+            line.ends.append(_End(history, new.num_messages, len(line.token_ids)))
+            self._by_history[history] = (line, line.ends[-1])
+            self._lines.move_to_end(line.number)
+            self.num_tokens += line.cost
+            while self.num_tokens > self._max_tokens:
+                self._remove(next(iter(self._lines.values())))
+
+    def find_first(self, histories: Iterable[bytes]) -> KnownConversation | None:
+        """The first known conversation among those with these digests."""
+        with self._lock:
+            for history in histories:
+                line, end = self._by_history.get(history, (None, None))
+                if line is not None and end is not None:
+                    self._lines.move_to_end(line.number)
+                    return line.at(end)
+        return None
+
+    def forget_owner(self, owner: bytes) -> None:
+        with self._lock:
+            for line in [line for line in self._lines.values() if line.owner == owner]:
+                self._remove(line)
+
+    def _remove(self, line: _Line) -> None:
+        del self._lines[line.number]
+        self.num_tokens -= line.cost
+        for end in line.ends:
+            if self._by_history.get(end.history, (None, None))[0] is line:
+                del self._by_history[end.history]
+
+
+class Keys:
+    """The digests of one owner: a tenant and a salt."""
+
+    def __init__(self, root: BlockId, cache_salt: str) -> None:
+        self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
+
+    def histories(self, messages: Sequence[Message]) -> list[bytes]:
+        """The digest of each message with all before it."""
+        history, found = b"", []
+        for message in messages:
+            history = self.after(history, message)
+            found.append(history)
+        return found
+
+    def after(self, history: bytes, message: Message) -> bytes:
+        """The digest of a history, given by its own, and a message: all fields of it, as a template may show any."""
+        parts = [text.encode("utf-8", "surrogatepass") for item in sorted(message.items()) for text in item]
+        said = self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+        return self._digest(b"hi", history + said)
+
+    def text(self, answer: str) -> bytes:
+        """The digest of an answer's text, whatever came before it."""
+        return self._digest(b"tx", answer.encode("utf-8", "surrogatepass"))
+
+    def _digest(self, tag: bytes, value: bytes) -> bytes:
+        return hmac.digest(self._key, tag + value, "sha256")[:DIGEST_BYTES]
 
 
 class RecallEngine(Protocol):

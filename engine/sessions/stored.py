@@ -1,18 +1,26 @@
-"""A session in the store, as one server knows it: whether it exists, how many turns it has, and when it expires.
+"""A session's place in the store, which turn holds it, and what a turn leaves behind.
 
-Knows no prompt and no request, only the records of turns.
+One turn at a time holds a session, in this process and on all servers that share the sessions. Whoever ends the turn
+stores its record. Any thread may call `Claims`.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Pin
-from kvstore.engine.client.requests import CoreClient
-from kvstore.engine.sessions.window import Window
+from kvstore.engine.client.requests import CoreClient, Handle
+from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.sessions.window import NextTurn, Window
+from kvstore.engine.text.chat_template import ChatTemplate, Message, answer_ids
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -23,8 +31,106 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
-from kvstore.sessions.sharing import Claim
+from kvstore.sessions.sharing import Claim, Sharing
 from kvstore.sessions.store import SessionStore
+
+
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """A running turn.
+
+    before: the conversation so far, with the history that a first turn may bring. text: the user's message. next: the
+    prompt. handle: the request's.
+    """
+
+    before: Window
+    text: str
+    next: NextTurn
+    handle: Handle
+    idempotency_key: str | None = None
+
+    @property
+    def lineage(self) -> Lineage:
+        """What its chain is built on. The splice was given up where reused KV was missing."""
+        return self.handle.lineage or self.next.lineage
+
+    def after(self, tokenizer: Any, template: ChatTemplate, block_size: int) -> Window:
+        """The conversation with this turn: text for people, ids for the next prompt."""
+        output, lineage = self.handle.output, self.lineage
+        said = [{"role": "user", "content": self.text}, {"role": "assistant", "content": output.text}]
+        said_ids = answer_ids(tokenizer, template, output.prompt_token_ids, output.choices[0])
+        token_ids = [*output.prompt_token_ids, *said_ids]
+        chain = list(self.next.chain) if lineage == self.next.lineage else []
+        extend_chain(chain, lineage.root, token_ids, block_size)
+        messages = [*self.before.messages, *said]
+        return Window(
+            self.before.system, messages, self.next.num_dropped, token_ids, chain, lineage, self.next.turn_starts
+        )
+
+    def record(self, number: int, after: Window) -> TurnRecord:
+        """What is stored of it: the ids that it adds, or all ids if they do not continue those before."""
+        output, before = self.handle.output, self.before
+        append = not self.next.rebase and after.lineage == before.lineage
+        messages: Sequence[Message] = after.messages if number == 1 else after.messages[-2:]
+        return TurnRecord(
+            number=number,
+            messages=messages,
+            token_ids=after.token_ids[len(before.token_ids) :] if append else after.token_ids,
+            chain=after.chain[len(before.chain) :] if append else after.chain,
+            base="append" if append else "rebase",
+            first_reencoded=after.lineage.splice_index,
+            splice_parent=after.lineage.splice_parent,
+            splice_end=after.lineage.splice_end,
+            turn_starts=after.turn_starts,
+            num_dropped_messages=after.num_dropped,
+            truncated_tokens=self.next.truncated_tokens,
+            finish_reason=output.finish_reason or "",
+            usage=_usage(output),
+            created_s=time.time(),
+            idempotency_key=self.idempotency_key,
+        )
+
+    def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int) -> Sequence[BlockId]:
+        """Blocks that nothing refers to once the turn has ended. is_deleted: its session was deleted before it was
+        stored.
+        """
+        before, spliced = self.before, self.next.spliced_blocks
+        if is_stored:
+            return spliced(before.lineage, self.lineage)
+        return [*(self._own_blocks(block_size) if is_deleted else ()), *spliced(before.lineage)]
+
+    def _own_blocks(self, block_size: int) -> Sequence[BlockId]:
+        """Blocks of this turn alone, not of earlier turns or the system prompt."""
+        known, chain = self.before.chain, self.handle.chain
+        first = self.next.turn_starts[0] // block_size if self.next.turn_starts else 0
+        while first < min(len(known), len(chain)) and known[first] == chain[first]:
+            first += 1
+        return chain[first:]
+
+
+def record_of_truncation(number: int, before: Window, after: Window, template: ChatTemplate) -> TurnRecord:
+    """A turn without messages: what is stored when turns are removed from the window without a new one."""
+    return TurnRecord(
+        number=number, messages=(), token_ids=after.token_ids, chain=after.chain, base="rebase",
+        first_reencoded=after.lineage.splice_index, splice_parent=after.lineage.splice_parent,
+        splice_end=after.lineage.splice_end, turn_starts=after.turn_starts, num_dropped_messages=after.num_dropped,
+        truncated_tokens=max(0, len(before.token_ids) - after.num_tokens(template)),
+        finish_reason="truncated", created_s=time.time(),
+    )  # fmt: skip
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    """Counts of tokens, and known times in microseconds."""
+    usage, times = output.usage, asdict(output.timings)
+    capped = {} if usage.capped_max_tokens is None else {"capped_max_tokens": usage.capped_max_tokens}
+    return {
+        **capped,
+        **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        **asdict(usage.cached_tokens_details),
+    }
 
 
 def lineage_of(state: SessionState, root: BlockId) -> Lineage:
@@ -131,3 +237,72 @@ class StoredSession:
             raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
         self._sessions.fork(self.key, turn, new_key).wait()
         return new_key
+
+
+class Owner(Protocol):
+    """Who computes an answer in an event loop. is_abandoned: nobody reads it any more."""
+
+    is_abandoned: bool
+
+    async def stop(self) -> None:
+        """End the answer now, and keep what was said."""
+
+
+class Hold:
+    """One turn's hold on its session, from `Claims.hold` to `Claims.release`.
+
+    request_key: its Idempotency-Key. owner: None for a caller that blocks. turn: set once it has begun. lease: the
+    right to store it; None where no other server could write. released: completed when the session is free again.
+    """
+
+    def __init__(self, key: SessionKey, request_key: str | None, owner: Owner | None) -> None:
+        self.key, self.request_key, self.owner = key, request_key, owner
+        self.turn: OneTurn | None = None
+        self.lease: Claim | None = None
+        self.released: Future[None] = Future()
+        self.released.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it for the others
+
+    def is_worth_waiting(self, request_key: str | None) -> bool:
+        """Whether another turn waits for this one's end: it has no reader any more, or it answers the same request."""
+        is_same = request_key is not None and request_key == self.request_key
+        return is_same or (self.owner is not None and self.owner.is_abandoned)
+
+
+class Claims:
+    """All sessions that are held in this process."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._holds: dict[SessionKey, Hold] = {}
+        self._lock = threading.Lock()
+
+    def on(self, key: SessionKey) -> Hold | None:
+        return self._holds.get(key)
+
+    def hold(self, key: SessionKey, request_key: str | None = None, owner: Owner | None = None) -> Hold:
+        """Hold the session until `release`; never waits. Raises SessionBusyError while another turn holds it here."""
+        hold = Hold(key, request_key, owner)
+        with self._lock:
+            if key in self._holds:
+                raise SessionBusyError(f"session {key.session_id} is busy with another turn", param="session_id")
+            self._holds[key] = hold
+        return hold
+
+    def drop(self, hold: Hold) -> None:
+        """Its session was deleted: another turn may have the id from now on."""
+        with self._lock:
+            if self._holds.get(hold.key) is hold:
+                del self._holds[hold.key]
+
+    def release(self, hold: Hold) -> None:
+        self.drop(hold)
+        hold.released.set_result(None)
+
+    def lease(self, hold: Hold) -> None:
+        """Raises SessionBusyError while a turn of the session runs on another server, and RemoteError."""
+        hold.lease = self._sharing.begin_turn(hold.key)
+
+    def give_back(self, hold: Hold) -> None:
+        """The lease; the hold stays."""
+        lease, hold.lease = hold.lease, None
+        self._sharing.end_turn(lease)

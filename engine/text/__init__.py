@@ -3,9 +3,9 @@
 Loads no torch; knows neither sessions nor a store.
 
 - `answer_parser`: an answer as reasoning, content and tool calls, while it arrives
-- `chat_template`: from messages to token ids, by what the template adds
+- `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
+  without any
 - `detokenizer`: the text of one choice, token by token, in whole characters
-- `encoder`: encodes parts of a prompt: template text, and plain text
 - `prompts`: checks of prompts, session ids and lengths
 - `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`
 

@@ -2,17 +2,13 @@
 
 Knows no tier, no I/O and no tensor; of policies it knows the conversations that blocks belong to.
 
-- `ends`: at which block each conversation ends, and which end is evicted next
-- `forest`: a tier's cached blocks, by their links and ends, and which is evicted next
+- `forest`: a tier's cached blocks, by their links and ends; which is evicted next; what blocks in flight build on
 - `holdings`: which tiers hold which blocks, and which of this was announced
 - `ids`: block ids, chains, and a splice's place in one
-- `in_flight`: what blocks in flight build on
 - `keys`: ids and records of blocks with another engine's keys
-- `links`: which cached block of a tier builds on which
 - `pool`: which block is in use, cached, or next to go
-- `records`: data between tiers: records, transfers, outcomes
+- `records`: data between tiers: records, transfers, outcomes; a sum of bytes by tenant
 - `selection`: which blocks a selection evicts from a tier
-- `tenant_bytes`: a sum of bytes, in all and for each tenant
 
 Decisions:
 

@@ -6,8 +6,7 @@ Owns numbers, not bytes: it does not know which device its blocks are on, and it
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvstore.blocks.ends import Order
-from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.forest import EvictionTree, Order
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Conversation
 

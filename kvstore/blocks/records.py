@@ -1,7 +1,9 @@
-"""Data between tiers: a block's record, the outcome of a read, what an eviction covers.
+"""Data between tiers: a block's record, the outcome of a read, what an eviction covers, a sum of bytes by tenant.
 
 Knows no tensor, no thread and no file.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
@@ -38,7 +40,7 @@ class BlockRecord(Record, frozen=True):
     model: str = ""
     created_s: Seconds = 0.0
 
-    def same_content(self, other: "BlockRecord") -> bool:
+    def same_content(self, other: BlockRecord) -> bool:
         """Whether both name the same tokens after the same history, computed by the same model."""
         mine = (self.block_id, self.parent_id, self.tokens, self.fingerprint)
         return mine == (other.block_id, other.parent_id, other.tokens, other.fingerprint)
@@ -155,3 +157,26 @@ class Evicted:
 
     num_blocks: int = 0
     num_bytes: int = 0
+
+
+class TenantBytes:
+    """of_tenants: of those that have some."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.of_tenants: dict[str, int] = {}
+
+    def of(self, tenant: str) -> int:
+        return self.of_tenants.get(tenant, 0)
+
+    def add(self, tenant: str, num_bytes: int) -> None:
+        """Add to the sum; a negative number takes away from it."""
+        self.total += num_bytes
+        if left := self.of_tenants.get(tenant, 0) + num_bytes:
+            self.of_tenants[tenant] = left
+        else:
+            self.of_tenants.pop(tenant, None)
+
+    def clear(self) -> None:
+        self.total = 0
+        self.of_tenants.clear()

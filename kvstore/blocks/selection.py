@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
+from kvstore.blocks.forest import Links
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.links import Links
 from kvstore.blocks.records import Evict
 
 K = TypeVar("K", bound=Hashable)

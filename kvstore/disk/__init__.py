@@ -5,15 +5,14 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `blocks_file`: the blocks' file over its life: opening, compaction, recovery, quarantine; its space
 - `check`: whether a file may be handed to LMDB, and quarantine; small files, replaced as a whole
 - `codec`: a block as one value: header, checksum, payload
-- `committer`: a thread that commits others' changes in groups
 - `directory`: the store's directory: owner, lock, secret
 - `env`: an LMDB environment, opened once and safely
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
-- `index_loader`: builds it from a scan, in a thread
 - `io_queue`: one writer and two readers between CPU and disk
 - `learned`: what the policies learned, kept between starts
-- `live`: tables of an environment that threads use: reopening, compaction, closing
+- `live`: tables of an environment that threads use: reopening, compaction, closing; a thread that commits changes in
+  groups
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too
 - `tier`: blocks in LMDB: write, read, scan

@@ -10,12 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvstore.blocks.ends import Order
-from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.forest import EvictionTree, Order
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import Evict
+from kvstore.blocks.records import Evict, TenantBytes
 from kvstore.blocks.selection import Candidate, select
-from kvstore.blocks.tenant_bytes import TenantBytes
 from kvstore.policy.conversation import Conversation
 
 

@@ -1,5 +1,8 @@
 """Where the histories of sessions end on disk, so that they are read while their requests still wait in the queue.
 
+What a process has learned is kept in a file beside the store. Losing it costs only speed, so its errors are logged and
+never raised.
+
 Knows no host. A host asks for blocks only when a request is about to start, and gives no memory to read into before
 then.
 """
@@ -7,19 +10,84 @@ then.
 from __future__ import annotations
 
 import hashlib
+import logging
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from kvstore.block_store import BlockStore
-from kvstore.hosts.kept import KeptFile
+from kvstore.disk.check import write_durably
 
+logger = logging.getLogger(__name__)
+EVERY_S, CLOSE_S = 10.0, 5.0
+MAX_BYTES = 16 << 20
+T = TypeVar("T")
 FILE_NAME = "sessions-read-ahead.json"
 MAX_SESSIONS = 4096
 # By a digest of the session's name: some keys of each chain.
 _sessions = msgspec.json.Decoder(dict[str, list[list[bytes]]])
+
+
+class KeptFile(Generic[T]):
+    """decoder: of the value. `found` is what an earlier process has left, or None."""
+
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[T], every_s: float = EVERY_S) -> None:
+        self._path = path
+        self._every_s = every_s
+        self._ready = threading.Condition()
+        self._value: T | None = None  # to be written
+        self._is_closing = False
+        self._due_s = 0.0
+        self._thread = threading.Thread(target=self._write_loop, name="kvstore-kept", daemon=True)
+        self.found: T | None = self._read(decoder)
+        self._thread.start()
+
+    def _read(self, decoder: msgspec.json.Decoder[T]) -> T | None:
+        try:
+            if self._path.stat().st_size > MAX_BYTES:
+                raise ValueError("it is too large")
+            return decoder.decode(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is not used: %s", self._path, error)
+            return None
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due_s
+
+    def keep(self, value: T) -> None:
+        """Let a thread write this value over the last one. The caller must not change it afterwards."""
+        self._due_s = time.monotonic() + self._every_s
+        with self._ready:
+            self._value = value
+            self._ready.notify()
+
+    def close(self) -> None:
+        """Write what is still waiting; takes a few seconds at most."""
+        with self._ready:
+            self._is_closing = True
+            self._ready.notify()
+        self._thread.join(CLOSE_S)
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._ready:
+                while self._value is None:
+                    if self._is_closing:
+                        return
+                    self._ready.wait()
+                value, self._value = self._value, None
+            try:
+                write_durably(self._path, msgspec.json.encode(value))
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("%s was not written: %s", self._path, error)
 
 
 class ReadAhead:

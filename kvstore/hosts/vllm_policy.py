@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvstore.blocks.forest import EvictionTree
-from kvstore.hosts.kept import KeptFile
+from kvstore.hosts.read_ahead import KeptFile
 from kvstore.hosts.vllm_identity import host_config, store_folder
 from kvstore.hosts.vllm_keys import RequestKeys, chain_of
 from kvstore.policy.conversation import Conversation
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 
 TIER = "cpu"
 FILE_NAME = "vllm-policy.json"

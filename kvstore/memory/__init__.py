@@ -2,7 +2,6 @@
 
 Below the engine's model, only this package and the store's assembly use torch. Knows no disk and decides nothing.
 
-- `arena`: the CPU tier's memory, pinned for CUDA
 - `device_transfer`: on CUDA: transfers in a device's queues, ordered by events
 - `far`: parts of blocks as bytes, for ranks that have no share of the arena
 - `layout`: the shape of a model's KV as it is stored
@@ -10,7 +9,7 @@ Below the engine's model, only this package and the store's assembly use torch. 
 - `ranked`: the first rank's side of that: transfers that end when they have on all ranks
 - `streams`: queues and events: CUDA streams, or the tests' stand-ins
 - `tier`: the arena's blocks and their states
-- `transfer`: on a CPU: loads before a layer's attention, saves from a step's activations
+- `transfer`: the CPU tier's memory; and on a CPU, loads before a layer's attention and saves from a step's activations
 
 Decisions:
 

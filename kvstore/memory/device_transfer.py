@@ -30,9 +30,8 @@ from kvstore.config import MAX_SAVE_BYTES
 from kvstore.kernels.block_copy import BlockLoad, RawLayer, save_layers, save_to_arena
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.kernels.device import to_device
-from kvstore.memory.arena import Arena
 from kvstore.memory.streams import Event, EventWatcher, Queue, Streams, await_event, is_reached
-from kvstore.memory.transfer import block_load, token_places
+from kvstore.memory.transfer import Arena, block_load, token_places
 from kvstore.stats import Histogram
 
 

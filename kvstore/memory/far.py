@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvstore.blocks.records import Load, Save
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import OwnPart
+from kvstore.memory.transfer import Arena
 
 
 @dataclass(frozen=True, slots=True)

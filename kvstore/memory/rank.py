@@ -9,13 +9,12 @@ from dataclasses import replace
 import torch
 
 from kvstore.blocks.records import Save, TransferPlan, Transferred
-from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.far import bytes_of
 from kvstore.memory.layout import KVLayout, OwnPart
 from kvstore.memory.ranked import OwnTransfer
 from kvstore.memory.streams import CudaStreams
-from kvstore.memory.transfer import Transfer
+from kvstore.memory.transfer import Arena, Transfer
 
 LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 
-from kvstore.blocks.ends import Order
+from kvstore.blocks.forest import Order, ParentsInFlight
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.in_flight import ParentsInFlight
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import BlockRecord, Evict
 from kvstore.blocks.selection import Candidate, select

@@ -18,7 +18,7 @@ from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.traces import TraceRequest
 from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_blocks, virtual_store
 from kvstore.policy.conversation import Answer
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.control_plane import KVStore
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Lookup, Match, StepSpan

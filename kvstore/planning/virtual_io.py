@@ -34,12 +34,11 @@ from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.stored import Identity
-from kvstore.store.write_back import WriteBack
-from kvstore.store.write_queue import PAGE_BYTES
+from kvstore.store.write_back import PAGE_BYTES, WriteBack
 
 STORE_BLOCK_BYTES = 2 << 20  # that a block takes, as the store is told: for such are the bounds of its queues
 BATCH_S = 0.05  # that a batch of writes takes at least, unless there are no more

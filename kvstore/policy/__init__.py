@@ -2,14 +2,13 @@
 
 Decides with names, counts and times alone; knows no tier and no tensor.
 
-- `categories`: what is known of a conversation that rests: its answers, gaps and turns
 - `conversation`: which requests belong together
 - `lookahead`: the waiting order: what to read ahead, what to protect
 - `planner`: load, compute, or both from two ends, from measured rates
-- `policies`: the order of conversations: `fifo`, `lru`, `return`, `auto`; pins and times to live
+- `policies`: the order of conversations: `fifo`, `lru`, `return`, `auto`; pins and times to live; all of it tied
+  together for all tiers
 - `prefixes`: what first prompts have in common, and when others come back to it
-- `return_model`: when conversations return: life tables, and what an idle one is worth
-- `steering`: these tied together, for all tiers
+- `return_model`: when conversations return: their categories, life tables, and what an idle one is worth
 
 Decisions:
 

@@ -1,5 +1,8 @@
 """When conversations return: what is learned of it, and what an idle one is worth by that.
 
+Members of one category are expected to return alike. A category is a number; estimates are pooled over its group, and
+over groups of the same kind.
+
 Control plane, metadata only. Knows categories and ages of conversations; no tier, no block, and no clock of its own.
 """
 
@@ -7,8 +10,10 @@ from __future__ import annotations
 
 import bisect
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
@@ -16,9 +21,30 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from kvstore.policy.categories import GROUPS, NUM_CATEGORIES, category_of
-from kvstore.policy.conversation import Conversation
+from kvstore.policy.conversation import Conversation, Prefix
 
+# Of conversations: how the last answer ended (unknown, in a call of a tool, six lengths in tokens), how long the last
+# gap was (none yet, tool loop, quick, slow, absent), and how many requests there were (unknown, 1, 2, 3-4, 5-8, more).
+_ANSWER_TOKENS = (32, 100, 250, 500, 1000)
+_GAPS_S = (4.0, 30.0, 300.0)
+_TURNS = (1, 2, 3, 5, 9)
+_TALKS = (len(_ANSWER_TOKENS) + 3, len(_GAPS_S) + 2, len(_TURNS) + 1)
+# Of prefixes that nobody came back to yet: whether others had the beginning of them, and how many blocks are new.
+_NUM_BLOCKS = (4, 16, 64)
+_FRESH = (2, len(_NUM_BLOCKS) + 1)
+# Of those that are shared: the mean gap, and how often they were used.
+_MEAN_GAPS_S = (4.0, 15.0, 60.0, 240.0, 1000.0, 4000.0, 16000.0)
+_USES = (3, 5, 9)
+_SHARED = (len(_MEAN_GAPS_S) + 1, len(_USES) + 1)
+_FIRST_FRESH = _TALKS[0] * _TALKS[1] * _TALKS[2]
+_FIRST_SHARED = _FIRST_FRESH + _FRESH[0] * _FRESH[1]
+NUM_CATEGORIES = _FIRST_SHARED + _SHARED[0] * _SHARED[1]
+# Of each category its group: a kind, and what distinguishes it there.
+GROUPS: tuple[tuple[str, int], ...] = (
+    *((f"answer {answer}", gap) for answer, gap, _ in product(*map(range, _TALKS))),
+    *(("fresh", below) for below, _ in product(*map(range, _FRESH))),
+    *(("shared", gap) for gap, _ in product(*map(range, _SHARED))),
+)
 # Bucket b holds the ages from LOWER_S[b] to below UPPER_S[b]: half an octave each, the first from 0, the last open.
 EDGES_S = tuple(0.25 * 2 ** (k / 2) for k in range(50))  # the last is 69 days
 LOWER_S = (0.0, *EDGES_S)
@@ -27,7 +53,6 @@ NUM_BUCKETS = len(LOWER_S)
 _FIRST_S = EDGES_S[0]
 _MIDDLE_S = (_FIRST_S / 2, *(edge * 2**0.25 for edge in EDGES_S))
 _END_S = (*EDGES_S, EDGES_S[-1] * 2**0.5)  # the open bucket counts as half an octave where a width is needed
-
 PRIOR_HAZARD = 0.05  # of a half-octave, at every age: per second it falls as 1 / age
 _PRIOR = np.full(NUM_BUCKETS, PRIOR_HAZARD)
 _PRIOR[0] = 1 - (1 - PRIOR_HAZARD) ** 4  # stands for all that are shorter
@@ -37,15 +62,32 @@ _STRENGTH, _STRENGTH_OF_GROUP = 30.0, 100.0
 _MAX_HAZARD = 0.99  # keeps products over all buckets far from underflow
 _FORGET_AT = 50_000.0  # a conversation counts once for each bucket it lives through: some 2,500 conversations
 _MIN_INTERVAL, _MAX_INTERVAL = 16, 2048  # changes between two rank tables
-
 _GROUP_NAMES = list(dict.fromkeys(GROUPS))
 _KIND_NAMES = list(dict.fromkeys(kind for kind, _ in _GROUP_NAMES))
 _GROUP_OF = np.array([_GROUP_NAMES.index(group) for group in GROUPS])
 _KIND_OF_GROUP = np.array([_KIND_NAMES.index(kind) for kind, _ in _GROUP_NAMES])
-
 Table = list[list[float]]  # [category][bucket]
 Array = npt.NDArray[np.float64]
 Entry = tuple[Any, ...]  # sort key, then the conversation; keys differ, so that conversations are never compared
+
+
+def category_of(conversation: Conversation) -> int:
+    """Its category now; an entry that stands for a prefix has categories of its own."""
+    prefix = conversation.prefix
+    if prefix is not None and prefix.entry is conversation:
+        return _of_prefix(prefix)
+    answer, gap_s = conversation.answer, conversation.gap_s
+    ending = 0 if answer is None else 1 if answer.calls_tool else 2 + bisect_right(_ANSWER_TOKENS, answer.num_tokens)
+    gap = 0 if gap_s is None else 1 + bisect_right(_GAPS_S, gap_s)
+    return (ending * _TALKS[1] + gap) * _TALKS[2] + bisect_right(_TURNS, conversation.turn)
+
+
+def _of_prefix(prefix: Prefix) -> int:
+    num_before = 0 if prefix.parent is None else prefix.parent.num_blocks
+    if prefix.entry.gap_s is None:
+        return _FIRST_FRESH + (num_before > 0) * _FRESH[1] + bisect_right(_NUM_BLOCKS, prefix.num_blocks - num_before)
+    gap, uses = bisect_right(_MEAN_GAPS_S, prefix.entry.gap_s), bisect_right(_USES, prefix.entry.turn)
+    return _FIRST_SHARED + gap * _SHARED[1] + uses
 
 
 def bucket_of(age_s: float) -> int:

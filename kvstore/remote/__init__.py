@@ -9,15 +9,13 @@ Knows no tier above it and no request. Works alone, without an arena or torch.
 - `lanes`: threads that work in order, or read by rank
 - `names`: the fleet's secret, and the names that it gives to blocks
 - `object_address`: a bucket's or directory's URL, and what signs in there
-- `object_blocks`: blocks in groups as objects
+- `object_blocks`: blocks in groups as objects; which object a block was seen in
 - `object_client`: objects, many at once, with deadlines
 - `owned_blocks`: blocks on a disk that another process of this machine owns
-- `places`: which object a block was seen in
 - `prefill`: another server that computes prompts for this one
 - `redis_blocks`: blocks as values in a Redis
 - `resp`: RESP2 over one socket, pipelined, values straight into the caller's memory
-- `resp_replies`: answers in RESP2, parsed from what is received
-- `resp_runs`: many values of one size, straight to where they go
+- `resp_replies`: answers in RESP2, parsed from what is received; many values of one size straight to where they go
 - `shared`: what a shared store does, whatever it is
 - `tier`: the threads that ask, read, store and delete
 

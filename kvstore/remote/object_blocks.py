@@ -8,12 +8,15 @@ else a conversation that goes on from there in another way would not know its na
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,13 +28,45 @@ from kvstore.errors import RemoteError
 from kvstore.remote.names import BlockNames
 from kvstore.remote.object_address import ObjectAddress
 from kvstore.remote.object_client import ByteRange, NoRoomError, ObjectClient, open_store
-from kvstore.remote.places import GroupPlace, Places
 from kvstore.remote.shared import BATCH_BYTES, FULL, Put, PutResult, Session, SharedChain, batch_blocks
 
+MOST_PLACES = 1 << 18
 MOST_GROUP_BLOCKS = 64  # in so many places of a chain its last group may end, and all are asked for at once
 FIRST_GROUPS = 8  # that are asked for at once, then as many as were found
 MOST_DELETES = 4000  # within a deadline
 MOST_RENEWALS = 32  # with one put
+
+
+class GroupPlace(NamedTuple):
+    """group: name of the object; number: of the block in it."""
+
+    group: str
+    number: int
+
+
+class Places:
+    """Of the blocks that were seen last. What is not known here is asked for again with its chain."""
+
+    def __init__(self, most: int = MOST_PLACES) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._places: OrderedDict[BlockId, GroupPlace] = OrderedDict()
+
+    def learn(self, places: Iterable[tuple[BlockId, GroupPlace]]) -> None:
+        with self._lock:
+            for block_id, place in places:
+                self._places[block_id] = place
+                self._places.move_to_end(block_id)
+            while len(self._places) > self._most:
+                self._places.popitem(last=False)
+
+    def of(self, block_ids: Sequence[BlockId]) -> list[GroupPlace | None]:
+        with self._lock:
+            return [self._places.get(one) for one in block_ids]
+
+    def lose(self, block_ids: Iterable[BlockId]) -> None:
+        with self._lock:
+            for one in block_ids:
+                self._places.pop(one, None)
 
 
 @dataclass(frozen=True, slots=True)

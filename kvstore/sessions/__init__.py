@@ -6,12 +6,11 @@ Knows LMDB, Redis and token ids; no KV, no tier and no engine.
 - `check`: a walk over all of them
 - `marker`: a note beside it of which file holds the sessions
 - `record`: what a session is, its bytes, and how turns add up
-- `recent`: bounds the sessions of a store in memory
 - `repair`: finds a damaged session's intact turns, and makes them the session again
 - `shared/`: the tables in a Redis that several servers share
 - `sharing`: what concerns other servers: who may write, who must carry out a deletion
 - `storage`: where these tables are: LMDB, or memory
-- `store`: durable sessions: turns, forks and deletions by their keys
+- `store`: durable sessions: turns, forks and deletions by their keys; those in memory, bounded
 - `tables`: what one transaction does with sessions
 - `transactions`: group commits in a thread, and reads, with all that can fail
 - `upkeep`: expiry, deletions under way, repair, lost files, numbers

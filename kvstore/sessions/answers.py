@@ -20,10 +20,9 @@ from msgspec import Meta
 
 from kvstore.blocks.ids import token_bytes
 from kvstore.blocks.records import Record
-from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import StoreEnvironment, open_environment
-from kvstore.disk.live import LiveTables
+from kvstore.disk.live import Committer, LiveTables, Ticket
 from kvstore.disk.records import pack, seal, stored, unseal
 from kvstore.errors import StoreError
 

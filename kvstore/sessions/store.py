@@ -1,21 +1,22 @@
 """Sessions that survive: turns, forks and deletions of sessions by their keys.
 
 What a transaction does is in `tables`, how it is carried out in `transactions`, what is stored in `record`, where in
-`storage`. Knows no KV, no tier and no request.
+`storage`. Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvstore.disk.committer import Ticket
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import StoreEnvironment, open_environment
+from kvstore.disk.live import Ticket
 from kvstore.errors import StoreError
 from kvstore.sessions import tables
 from kvstore.sessions.marker import SessionMarker
-from kvstore.sessions.recent import RecentSessions
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim, Sharing
 from kvstore.sessions.storage import FIRST_MAP_BYTES, DiskTables, MemoryTables, Storage
@@ -24,6 +25,39 @@ from kvstore.sessions.transactions import IO_ERRORS, SessionTransactions
 from kvstore.sessions.upkeep import SessionUpkeep
 
 ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"
+
+
+class RecentSessions:
+    """The order in which sessions in memory were used. Any thread may note a use; one thread changes the tables."""
+
+    def __init__(self, storage: MemoryTables, max_sessions: int) -> None:
+        self.num_dropped = 0
+        self._storage, self._max_sessions = storage, max_sessions
+        self._keys: OrderedDict[SessionKey, None] = OrderedDict()  # the oldest use first
+        self._lock = threading.Lock()
+
+    def note_use(self, key: SessionKey) -> None:
+        with self._lock:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+
+    def keep_within(self, outcomes: Sequence[object]) -> None:
+        """Called after each group of changes. Drops sessions over the limit; their blocks age out of the cache by
+        themselves.
+        """
+        for outcome in outcomes:
+            if isinstance(outcome, SessionHead):
+                self.note_use(outcome.key)
+            elif isinstance(outcome, Tombstone):
+                with self._lock:
+                    self._keys.pop(outcome.key, None)
+        with self._storage.write() as view, self._lock:
+            while view.count(tables.HEADS) > self._max_sessions:
+                key, _ = self._keys.popitem(last=False)
+                number = tables.number_of(view, key)
+                if number is not None:  # else it was deleted while it was being read
+                    tables.remove(view, key, number)
+                    self.num_dropped += 1
 
 
 class SessionStore:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.env import LostFileError
+from kvstore.disk.live import Committer, Ticket
 from kvstore.errors import (
     DegradedError,
     DiskFullError,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvstore.blocks.ids import BlockId
-from kvstore.disk.committer import Ticket
+from kvstore.disk.live import Ticket
 from kvstore.errors import RemoteError, StoreError, StoreLostError
 from kvstore.sessions import repair, tables
 from kvstore.sessions.check import CheckReport

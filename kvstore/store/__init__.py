@@ -3,39 +3,31 @@
 One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
-- `control_plane`: requests, steps and splices of a store, and their ends
+- `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is scheduled
 - `deletion`: deletion by request, and eviction by hand
-- `disk_contents`: what is on disk, also before its index is loaded
-- `disk_health`: whether the disk can be written, and when that is tried again
-- `disk_space`: what leaves the disk: evicted, deleted or lost
-- `elsewhere`: prompts that another server computes, and who waits for them
-- `fence`: what was in flight at one moment, and whether it has ended
+- `disk_contents`: what is on disk, also before its index is loaded; what leaves it: evicted, deleted or lost
 - `history`: what a store remembers of its own traffic: times and lengths
-- `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`)
+- `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
+  reads, and what is read ahead for it
 - `host_conversations`: whose blocks such a host writes and asks for
-- `host_reads`: what it reads into its memory, and what is read ahead for it
 - `host_writes`: its writes, while its memory is borrowed for them; tickets
 - `housekeeping`: the thread that polls while nobody steps
 - `learned`: what was learned, kept between starts
-- `matching`: what a request may load when it is scheduled
 - `parts`: the parts of a store, and the order in which they end
 - `prefetch`: whose blocks are read next
-- `progress`: waiting for what worker threads do
-- `reads`: reads in flight: their urgency, and those that nobody waits for
-- `remote`: the tier that stores share, as the store sees it
-- `remote_contents`: what is known to be there, and asking
-- `remote_deletes`: deletions that it has not confirmed yet
+- `progress`: waiting for what worker threads do; what was in flight at one moment
+- `remote`: the tier that stores share, as the store sees it: what is known to be there, deletions not confirmed yet,
+  prompts that another server computes
 - `remote_stores`: what goes there
 - `requests`: what a request has in flight: blocks held and read for it
-- `saving`: which tokens of a step are saved, and where
+- `saving`: which tokens of a step are saved, and where; the transfers of steps that are in flight
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
-- `steps`: the transfers of steps that are in flight
-- `stored`: which blocks CPU and disk hold together, and whose they are
+- `stored`: which blocks CPU and disk hold together, and whose they are; reads in flight, and their urgency
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
-- `write_back`: what is written next, and retries after failures
-- `write_queue`: blocks that wait to be written, and those that the writer has
+- `write_back`: what waits to be written and what is written next; retries after failures, and whether the disk can be
+  written
 
 Decisions:
 

@@ -19,16 +19,15 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
-from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.ranked import OtherRanks, RankedTransfer
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.tier import CpuTier
-from kvstore.memory.transfer import Transfer
+from kvstore.memory.transfer import Arena, Transfer
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.remote.address import RedisAddress, parse_prefill_url
 from kvstore.remote.names import PREFILL_KEY, BlockNames, FleetSecret, fleet_secret
 from kvstore.remote.object_address import parse_remote_url
@@ -42,9 +41,8 @@ from kvstore.store.control_plane import KVStore
 from kvstore.store.learned import Learned
 from kvstore.store.parts import DataPlane, StoreParts
 from kvstore.store.progress import StoreProgress
-from kvstore.store.reads import DiskReads
 from kvstore.store.remote import RemoteBlocks, RemoteSource
-from kvstore.store.stored import Identity
+from kvstore.store.stored import DiskReads, Identity
 from kvstore.store.tiered import TieredConnector
 from kvstore.store.write_back import WriteBack
 

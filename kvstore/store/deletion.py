@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.memory.tier import CpuTier
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.remote import RemoteBlocks
 from kvstore.store.write_back import WriteBack

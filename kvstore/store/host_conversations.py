@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Conversation
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.disk_contents import DiskContents
 
 MAX_NAMES = 1 << 16

@@ -17,7 +17,7 @@ from kvstore.disk.io_queue import IoQueue, WriteDone
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
 from kvstore.store.write_back import WriteBack

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvstore.disk.learned import read_learned, write_learned
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.history import History
 

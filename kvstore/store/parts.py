@@ -14,13 +14,12 @@ from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import Histogram, StoreStats
 from kvstore.store.control_plane import KVStore, Transfers
 from kvstore.store.deletion import Deletion
-from kvstore.store.fence import Fence, Stage
 from kvstore.store.learned import Learned
-from kvstore.store.progress import StoreProgress
+from kvstore.store.progress import Fence, Stage, StoreProgress
 from kvstore.store.write_back import WriteBack
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class StoreParts(DiskParts[KVStore]):
 
     secret: bytes
     cpu: CpuTier
-    arena: Any  # a `kvstore.memory.arena.Arena`
+    arena: Any  # a `kvstore.memory.transfer.Arena`
     transfer: DataPlane
     holdings: Holdings | None = None
     tier_names: Mapping[str, str] = field(default_factory=dict)

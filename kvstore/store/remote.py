@@ -1,32 +1,204 @@
 """The remote tier as the store sees it: what it has, what is read from it, and what is stored there.
 
+What it has is known from its answers and from what was stored there; nothing of that is certain, only a read finds out.
+Deletions are repeated until it has confirmed them. A prompt that another server computes for this one waits until that
+server has said that its blocks are in the shared tier. Whatever goes wrong, it is computed here.
+
 Control plane, one thread. The ordinary write-back also writes to disk what was read from there.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import TOKEN_BYTES, BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.io_queue import ReadDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
-from kvstore.remote.prefill import PrefillServer
-from kvstore.remote.tier import Asked, PutsDone, RemoteDone, RemoteTier
+from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
+from kvstore.remote.shared import SharedChain
+from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteDone, RemoteTier
 from kvstore.stats import StoreStats
-from kvstore.store.elsewhere import Elsewhere
-from kvstore.store.fence import Stage
 from kvstore.store.prefetch import Prefetcher
-from kvstore.store.reads import DiskReads
-from kvstore.store.remote_contents import RemoteContents
-from kvstore.store.remote_deletes import RemoteDeletes
+from kvstore.store.progress import Stage
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Requests, Tracked
-from kvstore.store.stored import StoredBlocks
+from kvstore.store.stored import DiskReads, StoredBlocks
 from kvstore.store.write_back import WriteBack
+
+LEAST_TOKENS = 128  # that are missing; fewer cost little beside the decoding of others
+SLOWER = 2.0  # than computing here: so long is waited
+LEAST_S, MOST_S, UNKNOWN_S = 2.0, 60.0, 10.0
+GRACE_S = 1.0  # in which the server's threads say themselves that it is late
+MOST_DELETES = 1 << 20
+MOST_KNOWN = 1 << 18  # blocks
+KNOWN_S = 300.0  # how long an answer is believed
+ANSWER_S = 0.1  # how long a request waits for an answer
+
+
+class Elsewhere:
+    """stored: called for a request whose blocks have come to the shared tier."""
+
+    def __init__(
+        self, server: PrefillServer, planner: Planner, clock: Callable[[], float], block_size: int,
+        stored: Callable[[Tracked], object],
+    ) -> None:  # fmt: skip
+        self.server = server
+        self._planner, self._clock, self._block_size, self._stored = planner, clock, block_size, stored
+        self._waiting: dict[BlockId, list[Tracked]] = {}  # by the last block that is asked for
+        self._due_s: dict[Tracked, float] = {}  # until when each of them waits
+
+    def ask(self, request: Tracked) -> None:
+        """Let the rest of a prompt be computed there, if that is worth it. The request then waits, once at most."""
+        num_blocks = request.num_loadable(self._block_size)
+        num_missing = num_blocks - request.num_hbm_blocks - len(request.arrival)
+        if num_missing * self._block_size < LEAST_TOKENS or not request.is_exact or request.was_elsewhere:
+            return
+        request.was_elsewhere = True
+        seconds = self._patience_s(num_missing * self._block_size)
+        name = request.chain[num_blocks - 1]
+        if name not in self._waiting:
+            tokens = bytes(request.tokens[: num_blocks * self._block_size * TOKEN_BYTES])
+            root, starts = request.lineage.root, request.turn_starts
+            if not self.server.ask(name, PrefillJob(tokens, root, request.tenant, seconds, starts)):
+                return
+            self._waiting[name] = []
+        self._waiting[name].append(request)
+        self._due_s[request] = self._clock() + seconds + GRACE_S
+
+    def is_asking(self, request: Tracked, is_next: bool = True) -> bool:
+        """Whether a request still waits; see `RemoteContents.is_asking`."""
+        if is_next and self._due_s.get(request, math.inf) <= self._clock():
+            del self._due_s[request]
+        return request in self._due_s
+
+    def _patience_s(self, num_tokens: int) -> float:
+        rate = self._planner.prefill_tokens_per_s
+        return UNKNOWN_S if rate is None else min(max(LEAST_S, SLOWER * num_tokens / rate), MOST_S)
+
+    def poll(self) -> bool:
+        """Let those go on whose server has answered. True when there was one."""
+        done = self.server.completed()
+        for one in done:
+            self._ended(one)
+        return bool(done)
+
+    def _ended(self, done: PrefillDone) -> None:
+        for request in self._waiting.pop(done.name):
+            is_waiting = self._due_s.pop(request, None) is not None
+            if is_waiting and done.num_blocks:
+                self._stored(request)
+
+
+class RemoteDeletes:
+    """Blocks that are to be deleted from the remote tier."""
+
+    def __init__(self, tier: RemoteTier) -> None:
+        self._tier = tier
+        self._waiting: dict[BlockId, None] = {}  # not handed over yet, or to be tried again
+        self._running: set[BlockId] = set()
+
+    def add(self, block_ids: Iterable[BlockId]) -> None:
+        self._waiting |= dict.fromkeys(block_ids)
+        while len(self._waiting) > MOST_DELETES:  # they expire all the same
+            del self._waiting[next(iter(self._waiting))]
+
+    def pump(self) -> None:
+        """Hand over deletions, if the tier takes them now."""
+        if self._waiting and self._tier.delete(tuple(self._waiting)):
+            self._running |= self._waiting.keys()
+            self._waiting.clear()
+
+    def done(self, done: DeleteDone) -> None:
+        self._running.difference_update(done.block_ids)
+        if done.error is not None:
+            self.add(done.block_ids)
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._waiting or block_id in self._running
+
+    def has_some(self, block_ids: set[BlockId]) -> bool:
+        """Whether some of these are not deleted yet."""
+        return not (self._waiting.keys().isdisjoint(block_ids) and self._running.isdisjoint(block_ids))
+
+    def in_flight(self) -> set[BlockId]:
+        """Those that run, and those that could be handed over."""
+        return self._running if self._tier.is_refusing else self._running | self._waiting.keys()
+
+
+@dataclass(eq=False)
+class RemoteContents:
+    """answered: called with a request or hint when its answer has come. always: wait until the question is given up,
+    instead of ANSWER_S.
+    """
+
+    _tier: RemoteTier
+    _clock: Callable[[], float]
+    _answered: Callable[[Tracked], None]
+    _always: bool
+
+    def __post_init__(self) -> None:
+        self._known: OrderedDict[BlockId, float] = OrderedDict()  # when each was last heard of
+        self._asking: dict[int, Tracked] = {}
+        self._due_s: dict[Tracked, float] = {}  # until when each waits for its answer
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def contains(self, block_id: BlockId) -> bool:
+        """Whether the block is worth reading from there."""
+        heard_s = self._known.get(block_id)
+        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self._tier.breaker.is_open
+
+    def ask(self, request: Tracked) -> bool:
+        """Ask for a request's chain. Returns whether an answer will come, for which the request waits a little, unless
+        another has waited as long in vain.
+        """
+        number = next(self._numbers)
+        chain = SharedChain(request.lineage.root, tuple(request.chain))
+        is_asked = bool(request.chain) and self._tier.ask(number, chain)
+        if is_asked:
+            self._asking[number] = request
+            wait_s = 0.0 if self._tier.asks.running_s > ANSWER_S else ANSWER_S
+            self._due_s[request] = math.inf if self._always else self._clock() + wait_s
+        return is_asked
+
+    def asked(self, asked: Asked) -> None:
+        """An answer has come, or none will."""
+        request = self._asking.pop(asked.number, None)
+        for block_id, is_there in zip(asked.chain.ids, asked.there or (), strict=False):
+            if is_there:
+                self.learn(block_id)
+            else:
+                self._known.pop(block_id, None)
+        if request is not None and self._due_s.pop(request, None) is not None:
+            self._answered(request)
+
+    def is_asking(self, request: Tracked, is_next: bool = True) -> bool:
+        """Whether a request still waits for its answer. is_next: it could be scheduled now, and does not wait any more
+        once it has waited long enough; a late answer is of use to those that are still in the queue.
+        """
+        if is_next and self._due_s.get(request, math.inf) <= self._clock():
+            del self._due_s[request]
+        return request in self._due_s
+
+    def learn(self, block_id: BlockId) -> None:
+        """Note that a block is there."""
+        self._known[block_id] = self._clock()
+        self._known.move_to_end(block_id)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def lose(self, block_ids: Iterable[BlockId]) -> None:
+        """Note that these are not there, or are about to be deleted."""
+        for block_id in block_ids:
+            self._known.pop(block_id, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from kvstore.disk.io_queue import AS_HINT, Rank, rank_of_request
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
-from kvstore.store.reads import DiskReads
 from kvstore.store.seam import Lookup, Match, NewRequest
-from kvstore.store.stored import ChainContent, StoredBlocks
+from kvstore.store.stored import ChainContent, DiskReads, StoredBlocks
 
 Announced = list[tuple[int, BlockRecord]]  # blocks to be read, by their places in the chain
 

@@ -18,8 +18,7 @@ from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.rope.splice import SplicePiece, plan_splice
 from kvstore.stats import StoreStats
-from kvstore.store.reads import DiskReads
-from kvstore.store.stored import ChainContent, StoredBlocks
+from kvstore.store.stored import ChainContent, DiskReads, StoredBlocks
 
 CHUNK_BLOCKS = 64  # copied by one task, so that reads can come in between
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvstore.blocks.ends import Order
+from kvstore.blocks.forest import Order
 from kvstore.blocks.ids import BlockId, Lineage, token_bytes
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent

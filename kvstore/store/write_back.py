@@ -1,32 +1,157 @@
 """From the CPU tier to the disk: which dirty arena block is written next, and what becomes of failed writes and reads.
 
+A dirty arena block holds one reference until its write is durable. A disk that failed is tried again after a longer
+while each time.
+
 Control plane, one thread; the threads of `io_queue` do the work and are polled. Eviction from the CPU tier is metadata
 only because every block that is free there has been written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from kvstore.blocks.forest import ParentsInFlight
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.blocks.records import BlockRecord, ReadResult, TenantBytes
 from kvstore.disk.format import WriteError
-from kvstore.disk.io_queue import BATCH_BYTES, IoQueue, ReadDone, WriteDone
+from kvstore.disk.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.disk_contents import DiskContents
-from kvstore.store.disk_health import DiskHealth
-from kvstore.store.disk_space import DiskSpace
-from kvstore.store.reads import DiskReads
-from kvstore.store.write_queue import WriteQueue
+from kvstore.store.disk_contents import DiskContents, DiskSpace
+from kvstore.store.stored import DiskReads
 
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
+PAGE_BYTES = 4096
 MAX_QUEUED_BYTES = 2 * BATCH_BYTES  # other dirty blocks wait in the arena, where a deletion still finds them
 MAX_FULL = 5  # how often in a row the map may be full before the disk counts as degraded
 GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
+
+
+@dataclass(slots=True)
+class Backoff:
+    """When something that failed is tried again."""
+
+    clock: Callable[[], float]
+    at_s: float = 0.0
+    next_s: float = FIRST_RETRY_S
+
+    @property
+    def is_over(self) -> bool:
+        return self.clock() >= self.at_s
+
+    def failed(self) -> None:
+        self.at_s = self.clock() + self.next_s
+        self.next_s = min(2 * self.next_s, LAST_RETRY_S)
+
+    def succeeded(self) -> None:
+        self.at_s, self.next_s = 0.0, FIRST_RETRY_S
+
+
+class DiskHealth:
+    """error: why nothing can be written, None when it can. write, heal: of transactions, and of putting a damaged file
+    aside.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.error: str | None = None
+        self.write, self.heal = Backoff(clock), Backoff(clock)
+
+    @property
+    def is_paused(self) -> bool:
+        """Writing has failed, and is not tried again for a while."""
+        return self.error is not None and not (self.write.is_over and self.heal.is_over)
+
+    def write_failed(self, error: str) -> None:
+        self.error = error
+        self.write.failed()
+
+    def heal_failed(self, error: str) -> None:
+        self.error = error
+        self.heal.failed()
+
+    def recovered(self) -> None:
+        """A transaction has succeeded, or there is a new file."""
+        self.error = None
+        self.write.succeeded()
+        self.heal.succeeded()
+
+
+class WriteQueue:
+    """view: the bytes of an arena block. parents: those of the blocks here, kept until the blocks are written. bytes:
+    what the writer has, in bytes of the file.
+    """
+
+    def __init__(self, io: IoQueue, view: Callable[[int], memoryview], parents: ParentsInFlight) -> None:
+        self._io, self._view, self._parents = io, view, parents
+        self.dirty: deque[int] = deque()
+        self.submitted: set[int] = set()  # arena blocks that the writer has
+        self.bytes = TenantBytes()
+        self._unsure: set[int] = set()  # those that may have gone to an environment that was set aside
+
+    def file_bytes(self, arena_block: int) -> int:
+        """What an incompressible block takes in the file: whole pages, with the value's header."""
+        return (self._view(arena_block).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
+
+    def add(self, arena_block: int, record: BlockRecord) -> None:
+        self.dirty.append(arena_block)
+        self._parents.add(record.parent_id)
+
+    def submit_first(self, record: BlockRecord) -> None:
+        """Give the writer the first dirty arena block, which has this record."""
+        arena_block = self.dirty.popleft()
+        self.bytes.add(record.tenant, self.file_bytes(arena_block))
+        self.submitted.add(arena_block)
+        self._io.submit_write(Write(arena_block, record, self._view(arena_block)))
+
+    def drop_first(self, record: BlockRecord) -> int:
+        """Do not write the first dirty arena block. Returns it."""
+        self.remove(record)
+        return self.dirty.popleft()
+
+    def ended(self, writes: Sequence[Write]) -> None:
+        """The writer no longer has these."""
+        for write in writes:
+            self.bytes.add(write.record.tenant, -self.file_bytes(write.arena_block))
+        self.submitted.difference_update(write.arena_block for write in writes)
+
+    def submit_touched(self, touched: dict[BlockId, float]) -> None:
+        """Give the writer times of last use, which go along with the next transaction."""
+        self._io.submit_touched(touched)
+
+    def in_flight(self) -> set[int]:
+        """Arena blocks that are dirty or that the writer has."""
+        return self.submitted.union(self.dirty)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is dirty, or on its way to or from the disk."""
+        return not self.dirty and self._io.is_idle
+
+    def put_back(self, writes: Sequence[Write]) -> None:
+        """These are not on disk: put them at the head of the queue again."""
+        self.dirty.extendleft(write.arena_block for write in reversed(writes))
+        self._unsure.difference_update(write.arena_block for write in writes)
+
+    def remove(self, record: BlockRecord) -> None:
+        """A block was written, or never will be."""
+        self._parents.remove(record.parent_id)
+
+    def doubt_submitted(self) -> None:
+        """The environment was set aside: a write that succeeds may have gone there."""
+        self._unsure |= self.submitted
+
+    def is_doubtful(self, arena_block: int) -> bool:
+        """Whether a write that succeeded may have gone elsewhere. Ask once for each."""
+        is_so = arena_block in self._unsure
+        self._unsure.discard(arena_block)
+        return is_so
 
 
 class WriteBack:

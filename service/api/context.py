@@ -11,8 +11,8 @@ from aiohttp import web
 
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.outputs import CachedTokensDetails, RequestOutput, Usage
-from kvstore.engine.sessions.claims import Claims
 from kvstore.engine.sessions.recall import Recall
+from kvstore.engine.sessions.stored import Claims
 from kvstore.engine.turns import Turn
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.recent_stats import RecentStats

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
-from kvstore.engine.sessions.chats import Language
+from kvstore.engine.sessions.chat import Language
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import Messages, TokenId, messages_of, num_chars_of, read_body

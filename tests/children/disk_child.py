@@ -1,39 +1,13 @@
-"""Blocks whose bytes follow from their number, and a process that writes them until it is killed."""
+"""A process that writes blocks until it is killed."""
 
 import os
 import random
 import sys
 from pathlib import Path
 
-from kvstore.blocks.ids import child_block_id, token_bytes
-from kvstore.blocks.records import BlockRecord
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.tier import DiskTier
-
-PAYLOAD_BYTES = 6000
-CHAIN = 8  # blocks of one conversation
-FINGERPRINT = b"f" * 32
-MIB = 1 << 20
-
-
-def record(number: int, fingerprint: bytes = FINGERPRINT) -> BlockRecord:
-    """Block `number`: of conversation number // CHAIN, whose blocks build on each other."""
-    parent, first = b"%032d" % (number // CHAIN), number - number % CHAIN
-    for i in range(first, number):
-        parent = child_block_id(parent, token_bytes([i] * 16))
-    tokens = token_bytes([number] * 16)
-    return BlockRecord(
-        child_block_id(parent, tokens), parent, tokens, fingerprint, "tenant", f"model {number % 3}", 1.0
-    )
-
-
-def payload(number: int, size: int = PAYLOAD_BYTES) -> bytes:
-    """Half noise, half text that compresses."""
-    return random.Random(number).randbytes(size // 2) + (b"%08d" % number * size)[: size - size // 2]
-
-
-def put(number: int, size: int = PAYLOAD_BYTES) -> tuple[BlockRecord, memoryview]:
-    return record(number), memoryview(payload(number, size))
+from tests.support.store.disk_store import put, record
 
 
 def write_until_killed(store: str, log: Path, capacity_bytes: int, seed: int, first: int) -> None:

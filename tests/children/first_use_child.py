@@ -20,7 +20,7 @@ from kvstore.service.app import ROUTES
 from kvstore.service.http.errors import ApiError
 from kvstore.sessions.record import SessionHead, SessionKey, Tombstone, TurnRecord
 
-NUM_PROCESSES = 60  # of each kind; where decoders are made late, one in seven is killed
+NUM_PROCESSES = 40  # of each kind; where decoders are made late, one in seven is killed
 ID, KEY = b"\1" * 32, SessionKey("", "ada")
 RECORDS: list[tuple[type, bytes]] = [
     (Header, pack(Header(BlockRecord(ID, ID, b"", ID), Codec.RAW, 2, 1, 1))),

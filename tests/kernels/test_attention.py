@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.paged_batch import VIEW_TOKENS, Scoring
-from tests.support.paged import Paged
+from tests.support.paged import SCORINGS, Paged, scoring_of
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
@@ -21,29 +21,16 @@ class Case(Paged):
     def attend(self, scoring):
         return paged_attention(self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring)
 
-    def check(self, scoring=None, tolerance=1e-5):
-        scoring = scoring or Scoring(HEAD_DIM**-0.5)
-        torch.testing.assert_close(self.attend(scoring), self.expected(scoring), atol=tolerance, rtol=tolerance)
 
-
-SCORINGS = {
-    "plain": Scoring(0.25),
-    "window": Scoring(0.25, window=5),
-    "softcap": Scoring(0.25, softcap=2.0),
-    "sinks": Scoring(0.25, sinks=torch.linspace(-1, 2, HEADS)),
-    "all": Scoring(0.25, window=9, softcap=3.0, sinks=torch.linspace(-1, 2, HEADS)),
-}
-
-
-@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("name", SCORINGS)
 @pytest.mark.parametrize("in_order", [True, False])
-def test_mixed_batch_equals_reference(scoring, in_order):
-    Case([(1, 1), (30, 1), (9, 1), (17, 17), (40, 13), (5, 2)], in_order=in_order).check(scoring)
+def test_mixed_batch_equals_reference(name, in_order):
+    Case([(1, 1), (30, 1), (9, 1), (17, 17), (40, 13), (5, 2)], in_order=in_order).check(scoring_of(name, HEADS))
 
 
-@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
-def test_long_prefill_goes_in_pieces(scoring):
-    Case([(300, 300), (700, 290)]).check(scoring)
+@pytest.mark.parametrize("name", SCORINGS)
+def test_long_prefill_goes_in_pieces(name):
+    Case([(300, 300), (700, 290)]).check(scoring_of(name, HEADS))
 
 
 def test_a_long_run_of_blocks_is_read_in_place():
@@ -62,9 +49,9 @@ def test_requests_of_very_different_length_are_not_padded_to_the_longest():
     case.check()
 
 
-@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
-def test_bf16_is_as_close_as_bf16_allows(scoring):
-    Case([(60, 1), (33, 1), (200, 200), (50, 20)], dtype=torch.bfloat16).check(scoring, tolerance=3e-2)
+@pytest.mark.parametrize("name", SCORINGS)
+def test_bf16_is_as_close_as_bf16_allows(name):
+    Case([(60, 1), (33, 1), (200, 200), (50, 20)], dtype=torch.bfloat16).check(scoring_of(name, HEADS))
 
 
 def test_another_requests_nan_stays_its_own():
@@ -78,10 +65,10 @@ def test_another_requests_nan_stays_its_own():
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)).map(lambda p: (max(p), min(p))), min_size=1, max_size=6),
-    st.sampled_from(sorted(SCORINGS)),
+    st.sampled_from(SCORINGS),
     st.integers(1, 8),
     st.integers(0, 1000),
 )
-def test_any_batch_equals_reference(requests, scoring, block_size, seed):
+def test_any_batch_equals_reference(requests, name, block_size, seed):
     requests = sorted(requests, key=lambda request: request[1] > 1)
-    Case(requests, block_size, seed=seed).check(SCORINGS[scoring])
+    Case(requests, block_size, seed=seed).check(scoring_of(name, HEADS))

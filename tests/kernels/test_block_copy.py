@@ -75,21 +75,21 @@ def saved(keys, arena_blocks, block_size) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("block_size", [1, 16, 7])
+@pytest.mark.parametrize("block_size", [16, 7])
 @torch.inference_mode()
 def test_what_comes_back_is_what_was_computed(dtype, name, block_size):
     """At its old position and at a new one, into runs and into scattered blocks, with and without compiled code."""
     rotations, keys = kinds(dtype)[name], raw_keys(5 * block_size, dtype)
-    for arena_blocks, blocks in BLOCKS.values():
-        arena = saved(keys, arena_blocks, block_size)
-        for first in (0, 3 * block_size, 101):
-            positions = [first + i * block_size for i in range(5)]
-            expected = computed(keys, rotations, blocks, block_size, positions)
-            for compiled in (nullcontext(), no_compiler()):
-                with compiled:
+    for compiled in (nullcontext(), no_compiler()):
+        with compiled:
+            for arena_blocks, blocks in BLOCKS.values():
+                arena = saved(keys, arena_blocks, block_size)
+                for first in (0, 101):
+                    positions = [first + i * block_size for i in range(5)]
+                    expected = computed(keys, rotations, blocks, block_size, positions)
                     caches = new_caches(block_size, dtype)
                     BlockLoad(arena, arena_blocks, blocks, positions, rotations).load_layers(0, caches)
-                assert_same(caches, expected)  # blocks that were not loaded included
+                    assert_same(caches, expected)  # blocks that were not loaded included
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,8 +135,12 @@ def test_nothing_to_save_is_nothing():
     assert (arena == 7).all()
 
 
-@pytest.mark.parametrize("name", ["Llama", "Phi", "Cohere", "Gemma3", "GptOss", "SmolLM3", "Glm4"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*(("Llama", dtype) for dtype in DTYPES),
+     *((name, torch.bfloat16) for name in ("Phi", "Cohere", "Gemma3", "GptOss", "SmolLM3", "Glm4"))],
+    ids=str,
+)  # fmt: skip
 @torch.inference_mode()
 def test_keys_of_real_architectures(name, dtype):
     """Raw keys of a model's forward, through the arena, rotated by what the probe found."""

@@ -12,6 +12,7 @@ from tests.support.rotations import KINDS, MAX_LEN, kinds, rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_BLOCKS, BLOCK_SIZE = 60, 4
+STRIDES = ["contiguous", "packed", "transposed", "odd", "scattered"]
 
 
 class Step:
@@ -58,24 +59,26 @@ def check(step, turn, function=None):
         assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))  # the sign of zero included
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_the_kernel_gives_the_bits_of_the_twin(dtype, name, kernel_device):
-    rotations = kinds(dtype, device=kernel_device)[name]
-    step = Step(5, (6, 2, 32), dtype, device=kernel_device)
+def test_the_kernel_gives_the_bits_of_the_twin(name, kernel_device):
+    rotations = kinds(torch.bfloat16, device=kernel_device)[name]
+    step = Step(5, (6, 2, 32), torch.bfloat16, device=kernel_device)
     for turn in {id(turn): turn for turn in rotations}.values():
         check(step, turn)
 
 
-@pytest.mark.parametrize("strides", ["contiguous", "packed", "transposed", "odd", "scattered"])
-@pytest.mark.parametrize("heads", [(3, 1, 20), (4, 4, 16), (5, 5, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "strides"),
+    [*(((3, 1, 20), strides) for strides in STRIDES), ((4, 4, 16), "packed"), ((5, 5, 48), "odd")],
+    ids=str,
+)
 def test_any_shape_and_strides(heads, strides, kernel_device):
     step = Step(4, heads, torch.bfloat16, strides, kernel_device)
     for name in ("half", "partial upcast", "none"):
         check(step, kinds(torch.bfloat16, heads[-1], kernel_device)[name][0])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.integers(0, 6), st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 12)), st.sampled_from(DTYPES),
     st.sampled_from(list(Style)), st.booleans(), st.integers(1, 12), st.integers(0, 1000),

@@ -1,12 +1,15 @@
 """Fixtures of the tests of kvstore's own modules."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from kvstore.remote import owned_blocks, redis_blocks, resp
 from kvstore.sessions.shared import server as session_server
+from tests.support.clocks import Clock
 from tests.support.faults import constants
+from tests.support.redis_server import RedisServer
 from tests.support.store.host import Host
 from tests.support.waiting import TIMEOUT_S
 
@@ -26,6 +29,11 @@ def patience():
 
 
 @pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
 def hosts(tmp_path):
     """Makes hosts on one directory, which are closed at the end."""
     opened = []
@@ -37,3 +45,16 @@ def hosts(tmp_path):
     yield make
     for host in opened:
         host.close()
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(shared_redis: RedisServer) -> RedisServer:
+    """Empty. A test that does something to the server starts one of its own."""
+    shared_redis.ask("FLUSHALL")
+    return shared_redis

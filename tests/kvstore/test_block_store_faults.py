@@ -1,23 +1,19 @@
 """Tests of kvstore.block_store under kills, damage and a failing disk: a block is right or not there, always."""
 
 import itertools
-import os
 import random
-import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from kvstore.errors import StoreError
 from tests.children.block_store_child import BLOCK_BYTES
+from tests.support.faults import largest_file
+from tests.support.programs import ROOT, python, python_on_a_tmpfs
 from tests.support.store.host import BLOCK, Host, chain, key, payload
 from tests.support.waiting import wait_for_work, wait_until
 
-ROOT = Path(__file__).parents[2]
 KILL_ROUNDS, LONG_KILL_ROUNDS = 4, 100
-FLIP_SEEDS = 12
 
 
 def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path, request):
@@ -42,25 +38,6 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path,
             assert host.has(stored, BLOCK_BYTES)
         finally:
             host.close()
-
-
-@pytest.mark.filterwarnings("ignore:blocks of the store is damaged")
-@pytest.mark.parametrize("seed", range(FLIP_SEEDS))
-def test_flipped_bits_in_a_file_that_nobody_has_open(hosts, tmp_path, seed):
-    rng = random.Random(seed)
-    host = hosts()
-    keys = host.stored(chain(1, 20)) + host.stored(chain(2, 20))
-    host.close()
-    file = tmp_path / "store" / "blocks" / "data.mdb"
-    data = bytearray(file.read_bytes())
-    for _ in range(rng.choice((1, 5, 40))):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    file.write_bytes(data)
-    host = hosts()
-    reasons = {result.reason for result in host.read_all(keys)}
-    assert reasons <= {"", "missing", "damaged", "io_error"}
-    host.wait([host.write_one(keys[:20], index) for index in range(20)])
-    assert host.has(keys[:20])
 
 
 def test_a_block_that_is_damaged_while_the_store_is_open(hosts, tmp_path):
@@ -109,10 +86,8 @@ def test_the_directory_is_replaced(hosts, tmp_path):
 
 def test_a_disk_that_is_full_and_has_room_again(hosts, tmp_path):
     host = hosts(capacity="64MiB")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     keys = host.stored(chain(1, 20))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, limits[1]))
-    try:
+    with largest_file(3 << 20):
         later = host.write(chain(2, 60))
         reasons = {result.reason for result in host.wait([ticket for ticket in later if ticket is not None])}
         assert reasons - {""} == {"io_error"}, "the file system itself has room"
@@ -121,8 +96,6 @@ def test_a_disk_that_is_full_and_has_room_again(hosts, tmp_path):
         assert host.store.is_degraded and host.store.reason == "i/o error" and not host.store.flush(10.0)
         assert host.has(keys), "reads go on"
         assert host.store.stats()["store"]["refused_writes"] > 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def is_written():
         ticket = host.write([key(9, 0)])[0]
@@ -135,16 +108,6 @@ def test_a_disk_that_is_full_and_has_room_again(hosts, tmp_path):
     assert all(hosts(capacity="64MiB").store.lookup(keys + chain(2, 60)))
 
 
-def run_on_a_tmpfs(path, options, code):
-    """Run this program on a tmpfs that only it sees; skips where none can be mounted."""
-    script = f'mount -t tmpfs -o {options} none "$0" || exit 77; exec "$@"'
-    command = ["unshare", "-Urm", "sh", "-c", script, str(path), sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip("no tmpfs can be mounted here")
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_small_file_system_is_shared_with_others(tmp_path):
     code = (
         "import sys; from tests.support.store.host import Host, chain\n"
@@ -153,7 +116,7 @@ def test_a_small_file_system_is_shared_with_others(tmp_path):
         "assert host.store.flush() and host.store.stats()['store']['disk_evictions'] > 400\n"
         "assert all(host.read(name).ok for name in chain(59, 20)); host.close()\n"
     )
-    run_on_a_tmpfs(tmp_path, "size=32m", code)
+    python_on_a_tmpfs("size=32m", code, tmp_path)
 
 
 def test_a_read_only_directory_is_refused_by_name(tmp_path):
@@ -163,27 +126,10 @@ def test_a_read_only_directory_is_refused_by_name(tmp_path):
         "except StoreError as error: assert f'{sys.argv[1]} cannot be used: Read-only' in str(error)\n"
         "else: raise AssertionError('it was opened')\n"
     )
-    run_on_a_tmpfs(tmp_path, "size=32m,ro", code)
-
-
-def test_a_forked_child_leaves_the_store_alone(hosts):
-    host = hosts()
-    keys = host.stored(chain(1, 3))
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            host.store.lookup(keys)
-        except StoreError as error:
-            code = 0 if "forked" in str(error) else 2
-        finally:
-            host.store.close()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert host.has(keys) and host.stored(chain(2, 3))
+    python_on_a_tmpfs("size=32m,ro", code, tmp_path)
 
 
 def test_a_store_that_nobody_closes_keeps_what_was_written(hosts, tmp_path):
     code = "import sys; from tests.support.store.host import Host, chain\nHost(sys.argv[1]).write(chain(1, 5))"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], cwd=ROOT, check=True, timeout=300)
+    assert python(code, tmp_path / "store").returncode == 0
     assert all(hosts().store.lookup(chain(1, 5)))

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from kvstore.engine.outputs import describe_tiers
-from kvstore.engine.sessions.chats import Language
+from kvstore.engine.sessions.chat import Language
 from kvstore.errors import ConfigError, KVStoreError, ModelError
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.routes import Route

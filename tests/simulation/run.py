@@ -24,7 +24,7 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import StepResult, Steps
+from kvstore.engine.core.step_loop import StepResult, Steps
 from kvstore.store import assembly, housekeeping, learned, progress, tiered
 from tests.simulation import checks
 from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
@@ -133,9 +133,8 @@ class Simulation:
         time, threading = {"time": clock.module}, {"threading": threads}
         virtual = {
             assembly: parts, progress: time | threading, housekeeping: time | threading, learned: time, tiered: time,
-            "kvstore.disk.io_queue": time, "kvstore.disk.index_loader": threading,
-            "kvstore.store.write_queue": {"PAGE_BYTES": PAGE_BYTES},
-            "kvstore.store.write_back": {"MAX_QUEUED_BYTES": self.config.max_queued_bytes},
+            "kvstore.disk.io_queue": time, "kvstore.store.disk_contents": threading,
+            "kvstore.store.write_back": {"PAGE_BYTES": PAGE_BYTES, "MAX_QUEUED_BYTES": self.config.max_queued_bytes},
             "kvstore.policy.planner": {"ASSUMED_READ_RATE": self.book.block_bytes / 0.005, "LEAST_CHUNK_TOKENS": 16},
             "os": {"urandom": lambda count: b"s" * count},
         }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
-from kvstore.engine.core.steps import StepResult, StepTimes
+from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.store.seam import Prefilled
 from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_key, next_token
 

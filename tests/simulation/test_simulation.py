@@ -17,14 +17,13 @@ import pytest
 from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.records import ReadResult
 from kvstore.disk.io_queue import IoQueue, WriteDone
-from kvstore.engine.core.cached_tokens import CachedCount
-from kvstore.engine.core.request import Request
-from kvstore.engine.core.roster import Roster
+from kvstore.engine.core.request import CachedCount, Request
+from kvstore.engine.core.scheduler import Roster
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
-from kvstore.store.disk_space import DiskSpace
+from kvstore.store.disk_contents import DiskSpace
 from kvstore.store.requests import Requests
-from kvstore.store.steps import StepsInFlight
+from kvstore.store.saving import StepsInFlight
 from kvstore.store.write_back import WriteBack
 from tests.simulation.run import CONFIGS, Simulation
 

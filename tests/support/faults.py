@@ -2,6 +2,7 @@
 work. One place for each, so that a change of the product is followed in one place.
 """
 
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -95,6 +96,17 @@ def disk_with(free_bytes: int, total_bytes: int) -> AbstractContextManager[objec
 def copying_that(copies: Callable[..., object]) -> AbstractContextManager[object]:
     """In here a compaction copies records by this."""
     return mock.patch.object(live, "_copy_records", copies)
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """In here no file of this process may grow beyond this: what a full disk is to whoever writes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @contextmanager

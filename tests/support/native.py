@@ -1,4 +1,4 @@
-"""A machine without a compiler, as the C code meets it."""
+"""Where there is a compiler for C, and a machine without one, as the C code meets it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +7,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvstore.kernels.cpu import native
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Requests over shuffled pages, for the tests of attention."""
+"""Requests over shuffled pages and ways to score them, for the tests of attention."""
 
 import itertools
 import math
@@ -8,6 +8,20 @@ import torch
 
 from kvstore.kernels import reference
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+SCORINGS = ("plain", "window", "softcap", "sinks", "all")
+
+
+def scoring_of(name: str, num_heads: int, device: str = "cpu") -> Scoring:
+    sinks = torch.linspace(-1, 3, num_heads, device=device)
+    return {
+        "plain": Scoring(0.25),
+        "window": Scoring(0.25, window=5),
+        "softcap": Scoring(0.25, softcap=2.0),
+        "sinks": Scoring(0.25, sinks=sinks),
+        "all": Scoring(0.25, window=40, softcap=3.0, sinks=sinks),
+    }[name]
 
 
 class Paged:
@@ -54,6 +68,12 @@ class Paged:
             *tensors, self.query_start, self.contexts, self.table.to(self.query.device),
             scoring.scale, scoring.window, scoring.softcap, scoring.sinks,
         )  # fmt: skip
+
+    def check(self, scoring: Scoring | None = None) -> None:
+        """What a test's own `attend` gives is what the twin gives."""
+        scoring = scoring or Scoring(self.query.shape[2] ** -0.5)
+        tolerance = TOLERANCE[self.query.dtype]
+        torch.testing.assert_close(self.attend(scoring), self.expected(scoring), atol=tolerance, rtol=tolerance)
 
 
 def without_foreign_kernels(patch: pytest.MonkeyPatch) -> None:

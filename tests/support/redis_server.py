@@ -50,7 +50,9 @@ def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
 
 
 class RedisServer:
-    """options: as on its command line. It keeps nothing unless these say so. url: without user and password."""
+    """Ends with its context. options: as on its command line; it keeps nothing unless these say so. url: without user
+    and password.
+    """
 
     def __init__(self, folder: Path, *options: str, scheme: str = "redis") -> None:
         program = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -61,6 +63,12 @@ class RedisServer:
         self._command = [program, *port, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    def __enter__(self) -> "RedisServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     @property
     def url(self) -> str:

@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TIMEOUT_S = 120.0  # of a busy machine
@@ -29,3 +30,9 @@ async def wait_in_loop(is_so: Callable[[], object], what: str = "", timeout_s: f
 def wait_for_work(process: subprocess.Popen, log: Path, size: int) -> None:
     """Until the process has made its log longer than this, or has ended."""
     wait_until(lambda: process.poll() is not None or (log.exists() and log.stat().st_size > size))
+
+
+def together(*works: Callable[[], object]) -> list:
+    """Call all of these at once, each in a thread of its own; what they return, or what the first of them raises."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [one.result() for one in [threads.submit(work) for work in works]]

@@ -21,7 +21,7 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch, StepInputs
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import NewRow, SchedulerOutput
-from kvstore.engine.core.steps import StepResult, StepTimes
+from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
 from kvstore.engine.model.step.drawing import SampledTokens
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs

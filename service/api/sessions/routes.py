@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from kvstore.engine.sessions.claims import Hold
+from kvstore.engine.sessions.stored import Hold
 from kvstore.engine.turns import held
 from kvstore.errors import SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of

@@ -19,8 +19,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.claims import Hold
-from kvstore.engine.sessions.one_turn import OneTurn
+from kvstore.engine.sessions.stored import Hold, OneTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError

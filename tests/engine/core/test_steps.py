@@ -9,7 +9,7 @@ import torch
 
 from kvstore import SamplingParams
 from kvstore.blocks.ids import BlockId
-from kvstore.engine.core.steps import PipelinedSteps
+from kvstore.engine.core.step_loop import PipelinedSteps
 from tests.support.by_hand import by_hand
 from tests.support.engines import cached, counters, evict_cpu, open_engine, settle, tokens
 

@@ -28,13 +28,13 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import StepResult, Steps, StepTimes
+from kvstore.engine.core.step_loop import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.rank import RankTransfer
 from kvstore.memory.streams import CudaStreams, Queue, Streams
+from kvstore.memory.transfer import Arena
 from kvstore.store import assembly
 from tests.kvstore.memory.test_device_transfer import Tape
 from tests.support.simulated_streams import Broken, SimulatedStreams

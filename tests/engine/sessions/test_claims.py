@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.engine.sessions.claims import Claims
+from kvstore.engine.sessions.stored import Claims
 from kvstore.errors import RemoteError, SessionBusyError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.sharing import Alone

@@ -9,8 +9,7 @@ from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import token_bytes
 from kvstore.engine import admin
 from kvstore.engine.client.messages import Forget
-from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.sessions.recall_ids import Keys
+from kvstore.engine.sessions.recall import Keys, Recall
 from kvstore.errors import RequestError, StoreError
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import by_hand

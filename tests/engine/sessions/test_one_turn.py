@@ -7,7 +7,7 @@ import pytest
 from kvstore.blocks.ids import Lineage, extend_chain
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Timings, Usage
-from kvstore.engine.sessions.one_turn import OneTurn, record_of_truncation
+from kvstore.engine.sessions.stored import OneTurn, record_of_truncation
 from kvstore.engine.sessions.window import NextTurn, Window
 
 SIZE = 4

@@ -5,9 +5,7 @@ import random
 import pytest
 
 from kvstore import Engine, SamplingParams
-from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.sessions.recall_ids import Keys
-from kvstore.engine.sessions.recall_lines import KnownConversation, Lines
+from kvstore.engine.sessions.recall import Keys, KnownConversation, Lines, Recall
 from kvstore.errors import RequestError
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
 from tests.support.engines import greedy, open_engine, save_model, settle

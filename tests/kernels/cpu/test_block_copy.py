@@ -6,23 +6,12 @@ import torch
 from kvstore.kernels import reference
 from kvstore.kernels.block_copy import BlockLoad, save_layers
 from kvstore.kernels.cpu import block_copy as copy_native
-from kvstore.kernels.cpu import native
+from tests.support.native import needs_compiler
 from tests.support.rotations import kinds
 
+pytestmark = needs_compiler
+
 NUM_ARENA_BLOCKS, NUM_BLOCKS = 9, 11
-
-
-@pytest.fixture
-def compiled():
-    if native.library() is None:
-        pytest.skip("no compiler here")
-
-
-@pytest.fixture
-def with_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -41,9 +30,9 @@ def some_blocks(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("count", [3, 9, 256])
-def test_a_large_load_has_the_bits_of_its_twin(compiled, with_threads, num_threads, count):
+def test_a_large_load_has_the_bits_of_its_twin(use_threads, num_threads, count):
     """A layer is shared between threads from 128 KiB on, and from 4 MiB on written past the caches."""
-    with_threads(num_threads)
+    use_threads(num_threads)
     arena = random(count, 1, 2, 16, 4, 64, dtype=torch.bfloat16)
     arena_blocks, positions = torch.arange(count).flip(0), torch.arange(count) % 200
     for rotation in (None, kinds(torch.bfloat16, 64)["half"][0]):
@@ -53,7 +42,7 @@ def test_a_large_load_has_the_bits_of_its_twin(compiled, with_threads, num_threa
         assert torch.equal(bits(caches), bits(twins))
 
 
-def test_infinities_and_nans_stay_what_they_are(compiled):
+def test_infinities_and_nans_stay_what_they_are():
     arena = random(2, 1, 2, 16, 2, 32, dtype=torch.bfloat16)
     arena[0, 0, 0, :, :, ::3] = float("inf")
     arena[1, 0, 0] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)  # a NaN of ones
@@ -67,7 +56,7 @@ def test_infinities_and_nans_stay_what_they_are(compiled):
 
 @pytest.mark.parametrize("wrong", range(3), ids=["arena block", "HBM block", "position"])
 @pytest.mark.parametrize("number", [-1, 1000])
-def test_a_load_out_of_range_writes_nothing(compiled, wrong, number):
+def test_a_load_out_of_range_writes_nothing(wrong, number):
     arena = random(NUM_ARENA_BLOCKS, 3, 2, 16, 2, 32, dtype=torch.float32)
     where = some_blocks(4)
     where[wrong][3] = number
@@ -80,14 +69,14 @@ def test_a_load_out_of_range_writes_nothing(compiled, wrong, number):
 @pytest.mark.parametrize(
     ("rows", "places"), [([0, 5], [1, 2]), ([-1, 0], [1, 2]), ([0, 1], [1, 64]), ([0, 1], [-1, 2])]
 )
-def test_a_save_out_of_range_writes_nothing(compiled, rows, places):
+def test_a_save_out_of_range_writes_nothing(rows, places):
     arena, layers = torch.zeros(4, 1, 2, 16, 2, 32), [(0, torch.ones(5, 2, 32), torch.ones(5, 2, 32))]
     with pytest.raises(IndexError):
         save_layers(arena, layers, torch.tensor(rows), torch.tensor(places))
     assert not arena.any()
 
 
-def test_what_is_not_for_it(compiled):
+def test_what_is_not_for_it():
     half, caches = torch.float16, torch.zeros(2, NUM_BLOCKS, 16, 2, 32)
     load = copy_native.NativeLoad(torch.zeros(NUM_ARENA_BLOCKS, 1, 2, 16, 2, 32), *some_blocks(2))
     assert load.load_layer(0, *caches, None)

@@ -6,50 +6,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kernels import reference
-from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.decode import MAX_REQUESTS, decode_step
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation, Style
-from tests.support.native import no_compiler
+from tests.support.native import needs_compiler, no_compiler
+from tests.support.paged import Paged
 
 DTYPES = [torch.float32, torch.bfloat16]
 MAX_LEN = 700
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
 
-
-class Step:
+class Step(Paged):
     """Single tokens of some requests, views of one product, over shuffled pages; pages of nobody hold NaN."""
 
-    def __init__(self, contexts, heads=(6, 2, 64), dtype=torch.float32, block_size=4, joined=True, seed=0):
-        num_heads, num_kv_heads, head_dim = heads
-        generator = torch.Generator().manual_seed(seed)
-        counts = [-(-context // block_size) for context in contexts]
-        numbers = torch.randperm(sum(counts) + 3, generator=generator)
-        self.contexts, self.table = contexts, torch.full((len(contexts), max(counts) + 1), -7)
-        shape = (len(numbers), block_size, num_kv_heads, head_dim)
-        self.caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
-        self.slots = torch.full((len(contexts),), -1)
-        for i, (context, own) in enumerate(zip(contexts, numbers[: sum(counts)].split(counts), strict=True)):
-            self.table[i, : len(own)] = own
-            places = (own[:, None] * block_size + torch.arange(block_size)).flatten()[: context - 1 if context else 0]
-            for cache in self.caches:
-                content = torch.randn(len(places), num_kv_heads, head_dim, generator=generator)
-                cache.flatten(0, 1)[places] = content.to(dtype)
-            if context:
-                self.slots[i] = own[(context - 1) // block_size] * block_size + (context - 1) % block_size
-        sizes = (num_heads, num_kv_heads, num_kv_heads)
-        product = torch.randn(len(contexts), sum(sizes), head_dim, generator=generator).to(dtype)
-        self.raw = product.split(sizes, 1) if joined else [part.contiguous() for part in product.split(sizes, 1)]
-        angles = torch.rand(MAX_LEN, head_dim // 2, generator=generator) * 6
-        positions = torch.tensor([max(0, context - 1) for context in contexts])
-        self.rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), Style.HALF).at(positions).spread_out()
-        starts = list(range(len(contexts) + 1))
-        self.batch = PagedBatch(starts, contexts, self.table, self.slots, block_size)
+    def __init__(self, contexts, heads=(6, 2, 64), dtype=torch.float32, block_size=4, joined=True):
+        super().__init__([(context, 1) for context in contexts], heads, block_size, dtype)
+        self.caches = [self.key_cache, self.value_cache]
+        parts = self.query, self.key, self.value
+        self.raw = parts if joined else [part.contiguous() for part in parts]
+        angles = torch.rand(MAX_LEN, heads[2] // 2, generator=torch.Generator().manual_seed(1)) * 6
+        rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), Style.HALF)
+        self.rotation = rotation.at(torch.tensor(contexts) - 1).spread_out()
 
-    def expected(self, scoring, rotation):
-        """What the twins give: the output and both caches."""
+    def pad(self, *rows):
+        """These have no token, as in a batch that a graph was captured for."""
+        for row in rows:
+            self.contexts[row], self.slots[row] = 0, -1
+
+    def twin(self, scoring, rotation):
+        """The output and both caches."""
         caches = [cache.clone() for cache in self.caches]
         query, _ = reference.rotate_and_write(*self.raw, *caches, self.slots, rotation)
         out = torch.zeros(query.shape, dtype=query.dtype)
@@ -64,7 +50,7 @@ class Step:
         scoring = scoring or Scoring(self.raw[0].shape[-1] ** -0.5)
         rotation = self.rotation if rotated else None
         before = [part.clone() for part in self.raw]
-        out, *caches = self.expected(scoring, rotation)
+        out, *caches = self.twin(scoring, rotation)
         step = decode_step(self.batch, self.caches[0], [None, rotation])
         assert step is not None
         found = step.attend(1, *self.raw, *self.caches, scoring)
@@ -106,8 +92,8 @@ def test_a_window_hides_what_is_before_it(window):
 
 @needs_compiler
 def test_padding_writes_nothing_and_gives_zeros():
-    step = Step([9, 0, 30, 0])
-    assert step.slots.tolist().count(-1) == 2
+    step = Step([9, 5, 30, 1])
+    step.pad(1, 3)
     step.check()
 
 
@@ -118,13 +104,9 @@ def test_scores_near_each_other_and_far_apart(scale, tolerance):
 
 
 @needs_compiler
-def test_two_threads_give_what_one_gives():
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        Step([600, 500, 300], (8, 4, 64)).check()
-    finally:
-        torch.set_num_threads(threads)
+def test_two_threads_give_what_one_gives(use_threads):
+    use_threads(2)
+    Step([600, 500, 300], (8, 4, 64)).check()
 
 
 @needs_compiler

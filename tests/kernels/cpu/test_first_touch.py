@@ -12,9 +12,8 @@ import torch
 from kvstore.blocks.records import Save, TransferPlan
 from kvstore.kernels.cpu import first_touch
 from kvstore.kernels.cpu.first_touch import FirstTouch
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.transfer import Transfer
+from kvstore.memory.transfer import Arena, Transfer
 from tests.support.faults import constants
 from tests.support.waiting import wait_until
 

@@ -16,19 +16,29 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native.library.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of kernels, which was made here."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        native.library.cache_clear()
+        if native.library() is None:
+            pytest.skip("no compiler here")
+    return folder
+
+
 def built(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "kvstore-kernels").glob("*.so"))
 
 
-def test_it_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.library() is None:
-        pytest.skip("no compiler here")
-    (made,) = built(tmp_path)
+def test_it_is_compiled_once_and_kept(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (made,) = built(compiled)
     before = made.stat().st_mtime_ns
-    native.library.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled))
     monkeypatch.setenv("CC", "/nonexistent/cc")
     assert native.library() is not None, "from the cache, without a compiler"
-    assert [made] == built(tmp_path) and made.stat().st_mtime_ns == before
+    assert [made] == built(compiled) and made.stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false", "true"])
@@ -46,13 +56,9 @@ def test_a_cache_that_cannot_be_made_is_no_error(tmp_path: Path, monkeypatch: py
     assert native.library() is None
 
 
-def test_a_damaged_file_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.library() is None:
-        pytest.skip("no compiler here")
-    (made,) = built(tmp_path)
-    damaged = tmp_path / "other" / made.relative_to(tmp_path)
+def test_a_damaged_file_is_no_error(compiled: Path, tmp_path: Path) -> None:
+    (made,) = built(compiled)
+    damaged = tmp_path / made.relative_to(compiled)
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"not a library")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    native.library.cache_clear()
     assert native.library() is None

@@ -76,13 +76,9 @@ def test_scores_far_apart_and_growing():
 
 @needs_products
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_any_number_of_threads(threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        Job([200, 50], [300, 10], (8, 1, 64)).check()
-    finally:
-        torch.set_num_threads(before)
+def test_any_number_of_threads(use_threads, threads):
+    use_threads(threads)
+    Job([200, 50], [300, 10], (8, 1, 64)).check()
 
 
 @needs_products

@@ -6,16 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kernels import reference, write_kv
-from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.decode import rotate_and_write
 from kvstore.rope.rotary import Style
 from tests.kernels.test_write_kv import Step, check
-from tests.support.native import no_compiler
+from tests.support.native import needs_compiler, no_compiler
 from tests.support.rotations import rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
 
 
 def halves(step, style=Style.HALF):

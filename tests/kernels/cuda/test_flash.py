@@ -13,7 +13,8 @@ import torch
 from kvstore.kernels import attention, reference
 from kvstore.kernels.cuda import flash as attention_flash
 from kvstore.kernels.paged_batch import Scoring
-from tests.kernels.cuda.test_attention import Case, scoring
+from tests.kernels.cuda.test_attention import Case
+from tests.support.paged import SCORINGS, scoring_of
 
 HEADS = (4, 2, 16)
 REQUESTS = [(30, 1), (5, 1), (20, 20), (300, 3), (270, 40)]
@@ -89,7 +90,7 @@ def setting(block_size=16, dtype=torch.float16, scoring=None):
     return attention._setting(case.query, case.key_cache, scoring or Scoring(0.25))
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("name", SCORINGS)
 @pytest.mark.parametrize("stand_in", [FLASH3, TORCH], ids=lambda stand_in: stand_in[0])
 def test_decodes_by_triton_and_the_rest_by_others_equal_reference(kernel_device, install, monkeypatch, stand_in, name):
     if kernel_device != "cpu":
@@ -97,7 +98,7 @@ def test_decodes_by_triton_and_the_rest_by_others_equal_reference(kernel_device,
     install(stand_in)
     if name in ("plain", "window") or (name == "softcap" and stand_in is not TORCH):
         monkeypatch.delattr("kvstore.kernels.cuda.attention.prefill")
-    Case(REQUESTS, "cpu", HEADS, block_size=256, dtype=torch.float16).check(scoring(name, 4, "cpu"))
+    Case(REQUESTS, "cpu", HEADS, block_size=256, dtype=torch.float16).check(scoring_of(name, 4, "cpu"))
 
 
 def test_each_is_used_for_what_it_can(install):
@@ -121,7 +122,7 @@ def test_float32_and_sinks_are_tritons(kernel_device, install):
     unwanted.named = "flash_attn_with_kvcache"
     install(("flash_attn_interface", unwanted))
     Case([(5, 1), (20, 4)], "cpu", HEADS).check()
-    Case([(5, 1), (20, 4)], "cpu", HEADS, dtype=torch.float16).check(scoring("sinks", 4, "cpu"))
+    Case([(5, 1), (20, 4)], "cpu", HEADS, dtype=torch.float16).check(scoring_of("sinks", 4, "cpu"))
 
 
 def broken(error):
@@ -176,4 +177,4 @@ def test_torch_takes_what_the_stand_in_takes():
 def test_what_is_installed_here_computes_the_same(block_size, name):
     attention.foreign_prefill.cache_clear()
     requests = [(700, 1), (1500, 1500), (3000, 40)]
-    Case(requests, "cuda", (32, 8, 128), block_size, torch.bfloat16).check(scoring(name, 32, "cuda"))
+    Case(requests, "cuda", (32, 8, 128), block_size, torch.bfloat16).check(scoring_of(name, 32, "cuda"))

@@ -18,6 +18,7 @@ from kvstore.admin.control import ControlServer, NoOwner, OwnerSilentError, ask
 from kvstore.blocks.records import Evict
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, RequestError, StoreError, StoreLockedError
+from tests.support.forks import in_fork
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 
@@ -223,16 +224,7 @@ def test_another_user_is_not_answered(server, directory, handler, monkeypatch):
 
 def test_a_forked_child_changes_nothing(server, directory):
     listening = server._listener.fileno()
-    child = os.fork()
-    if child == 0:
-        try:
-            server.close()
-            with pytest.raises(OSError):
-                os.fstat(listening)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "Bad file descriptor" in in_fork(lambda: (server.close(), os.fstat(listening)))
     assert works(server, directory)
 
 

@@ -141,47 +141,6 @@ def test_verify_finds_damage_and_takes_out_what_it_makes_useless(store):
     assert handle(store, "verify")["bad_ids"] == []
 
 
-def test_verify_says_when_a_whole_file_was_set_aside(store):
-    for part in ("blocks", "sessions"):
-        data_file = store.path / part / "data.mdb"
-        data_file.write_bytes(b"text" * 10_000)
-    with pytest.warns(RuntimeWarning, match="is damaged"):
-        report = handle(store, "verify")
-    assert [place.split("/")[1] for place in report["set_aside"]] in (["blocks", "sessions"], ["sessions", "blocks"])
-    assert (report["num_ok"], report["sessions"]["num_sessions"]) == (0, 0)
-    assert handle(store, "verify")["set_aside"] == []
-
-
-def test_compact_gives_space_back(store):
-    evict(store, all=True)
-    found = handle(store, "compact")
-    assert found["after_bytes"] < found["before_bytes"]
-    assert (store.path / "blocks" / "data.mdb").stat().st_size == found["after_bytes"]
-
-
-def test_sessions(store):
-    listed = handle(store, "sessions", {"tenant": "", "limit": 10})["sessions"]
-    assert [(one["id"], one["turns"], one["title"], one["model"]) for one in listed] == [
-        ("bert", 1, "I am bert", MODELS[0]),
-        ("anna", 1, "I am anna", MODELS[0]),
-    ]
-    assert [one["id"] for one in handle(store, "sessions", {"limit": 1})["sessions"]] == ["bert"]
-    assert handle(store, "sessions", {"tenant": "other"})["sessions"] == []
-
-
-def test_the_transcript_of_a_session(store):
-    found = handle(store, "sessions.show", ANNA)
-    assert found["session"] == next(one for one in handle(store, "sessions")["sessions"] if one["id"] == "anna")
-    assert found["messages"] == [
-        {"role": "user", "content": "I am anna"},
-        {"role": "assistant", "content": "hello anna"},
-    ]
-    with pytest.raises(StoreError, match="no session 'nobody'"):
-        handle(store, "sessions.show", {"session": {"session_id": "nobody"}})
-    with pytest.raises(ConfigError, match=r"sessions.show: .* missing required field `session`"):
-        handle(store, "sessions.show")
-
-
 def test_deleting_a_session_takes_its_own_blocks(store):
     assert handle(store, "sessions.delete", ANNA) == {"deleted": True, "blocks": NUM_OWN}
     assert block_ids(store) == {*store.shared, *store.bert, *store.lone}

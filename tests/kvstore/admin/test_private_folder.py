@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.admin.private_folder import OWNER, PREFIX, PrivateFolder
+from tests.support.forks import in_fork
 
 OPENED = """
 import sys, time
@@ -66,9 +67,6 @@ def test_what_is_not_ours_stays(tmp_path):
 
 def test_a_forked_child_leaves_it(tmp_path):
     folder = PrivateFolder(str(tmp_path))
-    if (child := os.fork()) == 0:
-        folder.remove()
-        os._exit(0)
-    os.waitpid(child, 0)
+    in_fork(folder.remove)
     assert folder.path.is_dir()
     folder.remove()

@@ -13,13 +13,6 @@ TALK, OTHER = {"session_id": "talk"}, {"session_id": "talk", "tenant": "ann"}
 
 
 @pytest.fixture
-def redis(tmp_path):
-    server = RedisServer(tmp_path)
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 def url(redis: RedisServer) -> str:
     """Of a Redis in which a server that has ended left two sessions of one name."""
     store = shared_store(redis)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.blocks.ends import MAX_ENDS, Ends
+from kvstore.blocks.forest import MAX_ENDS, Ends
 from tests.support.orders import ByValue, talk
 
 

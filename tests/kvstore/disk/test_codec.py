@@ -2,6 +2,8 @@
 
 import random
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk import codec as codec_module
 from kvstore.disk.codec import Codec, decode_header, decode_into, encode, is_intact
 from kvstore.disk.records import label, pack
+from tests.support.waiting import TIMEOUT_S
 
 SIZE = 4096
 
@@ -154,3 +157,11 @@ def test_labels_of_any_length_and_kind():
     named = record(tenant=label("x\ud800y"), model=label("ü" * 5000))
     header = decode_header(encode(named, bf16_payload(1)))
     assert header.record.tenant == "x?y" and header.record.model == "ü" * 1024
+
+
+# -- records as bytes ------------------------------------------------------------------------------------------------
+def test_threads_that_use_a_type_for_the_first_time_at_once_end_no_process():
+    """Their decoders are made at import."""
+    command = [sys.executable, "-m", "tests.children.first_use_child"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.strip() == "{'records': 0, 'bodies': 0, 'commands': 0}", done.stderr

@@ -1,10 +1,10 @@
-"""Tests of kvstore.disk.committer: order, groups, bounds, and that nobody waits for ever."""
+"""Tests of kvstore.disk.live: order, groups, bounds, and that nobody waits for ever."""
 
 import threading
 
 import pytest
 
-from kvstore.disk.committer import Committer
+from kvstore.disk.live import Committer
 from kvstore.errors import StoreError
 from tests.support.waiting import wait_until
 

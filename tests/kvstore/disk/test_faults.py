@@ -1,7 +1,6 @@
 """Tests of kvstore.disk.tier under damage, faults and kills: every block is right or missing, whatever happens."""
 
 import errno
-import os
 import random
 import signal
 import subprocess
@@ -18,20 +17,11 @@ from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.tier import DiskTier
-from tests.children.disk_child import MIB, put, record
-from tests.support.store.disk_store import CAPACITY, Store, faults, lmdb_error, present, read, write
+from tests.support.programs import ROOT, python_on_a_tmpfs
+from tests.support.store.disk_store import MIB, Store, faults, lmdb_error, present, put, read, record, write
 from tests.support.waiting import TIMEOUT_S, wait_for_work
 
-ROOT = Path(__file__).parents[3]
-KILL_ROUNDS = 10  # run thousands by hand after a change of what is written in which order
-FLIP_SEEDS = 40
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = Store(tmp_path / "store")
-    yield store
-    store.close()
+NUM_KILLS = 10  # run thousands by hand after a change of what is written in which order
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
@@ -58,7 +48,7 @@ def test_verify_finds_and_deletes_what_is_bad(store):
 
 
 @pytest.mark.filterwarnings("ignore:blocks of the store is damaged")
-@pytest.mark.parametrize("seed", range(FLIP_SEEDS))
+@pytest.mark.parametrize("seed", range(20))
 def test_flipped_bits_in_the_file(store, seed):
     rng = random.Random(seed)
     tier = store.open(codec=rng.choice(("raw", "zstd", "split-zstd")))
@@ -135,7 +125,7 @@ def test_a_panic_that_turns_out_to_be_damage(store):
     assert len(list(store.path.glob("quarantine-*"))) == 1
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 FAULTS = {
     "EIO": (lambda: lmdb_error(errno.EIO), WriteError.IO),
     "ENOSPC": (lambda: lmdb_error(errno.ENOSPC), WriteError.NO_SPACE),
@@ -197,45 +187,11 @@ def test_a_full_disk_shows_as_eio():
     assert disk_format.write_error(lmdb_error(12345), 1 << 40) is WriteError.IO
 
 
-def test_a_file_that_may_not_grow(tmp_path):
-    """RLIMIT_FSIZE in a process of its own: writes stop, reads and deletes go on, and a restart has everything."""
-    code = f"""
-import resource, sys
-sys.path.insert(0, "tests")
-from tests.children.disk_child import *
-from kvstore.blocks.records import ReadResult
-resource.setrlimit(resource.RLIMIT_FSIZE, ({3 * MIB}, {3 * MIB}))
-tier = DiskTier(StoreDirectory.open(sys.argv[1]), {CAPACITY}, codec="raw")
-into, number = bytearray(PAYLOAD_BYTES), 0
-while (outcome := tier.write([put(i) for i in range(number, number + 16)])).error is None:
-    number += 16
-assert number > 100, number
-assert all(tier.read(record(i), memoryview(into)) is ReadResult.OK and into == payload(i) for i in range(number))
-assert tier.write((), [record(i).block_id for i in range(64)]).error is None
-assert tier.write([put(i) for i in range(5000, 5004)]).error is None
-assert tier.write([put(i) for i in range(6000, 6004)]).error is None
-assert tier.read(record(number), memoryview(into)) is ReadResult.MISSING
-tier.close()
-print(outcome.error, number)
-"""
-    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("i/o error")  # the file system itself has space
-    store = Store(tmp_path)
-    tier = store.open()
-    number = int(done.stdout.split()[-1])
-    assert present(tier, [*range(number + 16), *range(5000, 5004)]) == [*range(64, number), *range(5000, 5004)]
-    assert tier.verify().bad_ids == ()
-    store.close()
-
-
 FULL_DISK = """
 import sys
-sys.path.insert(0, "tests")
-from tests.children.disk_child import *
-from kvstore.disk.index import DiskIndex
 from kvstore.blocks.records import ReadResult
+from kvstore.disk.index import DiskIndex
+from tests.support.store.disk_store import *
 
 def right(tier, number):
     into = bytearray(PAYLOAD_BYTES)
@@ -270,16 +226,7 @@ print("survived")
 
 
 def test_a_file_system_that_is_full(tmp_path):
-    """A tmpfs of 32 MiB, mounted where only the child sees it; skipped where that is not allowed."""
-    mount = 'mount -t tmpfs -o size=32m none "$0" || exit 77; exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", FULL_DISK, str(tmp_path)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except FileNotFoundError:
-        pytest.skip("no unshare")
-    if done.returncode in (1, 77) and "survived" not in done.stdout and "Traceback" not in done.stderr:
-        pytest.skip(f"no mounts here: {done.stderr.strip()}")
-    assert done.stdout.strip() == "survived", done.stderr
+    assert python_on_a_tmpfs("size=32m", FULL_DISK, tmp_path).strip() == "survived"
 
 
 # -- kill ------------------------------------------------------------------------------------------------------------
@@ -312,15 +259,15 @@ class Expected:
         self.there, self.either = there, set()
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_kill_at_any_moment(tmp_path, seed):
-    rng, log, store = random.Random(seed), tmp_path / "log", Store(tmp_path / "store")
+def test_kill_at_any_moment(tmp_path):
+    rng, log, store = random.Random(1), tmp_path / "log", Store(tmp_path / "store")
     expected = Expected(log)
-    for round_number in range(KILL_ROUNDS):
+    for round_number in range(NUM_KILLS):
         arguments = [str(store.path), str(log), str(32 * MIB), str(rng.randrange(10**6)), str(expected.highest + 1)]
         size = log.stat().st_size if log.exists() else 0
-        child = subprocess.Popen([sys.executable, "tests/children/disk_child.py", *arguments], cwd=ROOT,
-                                 env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.children.disk_child", *arguments], cwd=ROOT, stderr=subprocess.PIPE
+        )
         wait_for_work(child, log, size)
         time.sleep(rng.random() * 0.3)
         child.send_signal(signal.SIGKILL)
@@ -336,4 +283,4 @@ def test_kill_at_any_moment(tmp_path, seed):
         tier.write((), [record(i).block_id for i in expected.there])
         expected.there = set()
         store.close()
-    assert expected.highest >= KILL_ROUNDS
+    assert expected.highest >= NUM_KILLS

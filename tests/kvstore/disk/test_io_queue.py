@@ -98,28 +98,24 @@ def test_writes_are_batched_by_bytes_and_all_arrive(made):
 
 
 def test_a_delete_does_not_overtake_the_write_of_its_block(made):
-    disk, queue, woken = made
+    disk, queue, _ = made
     disk.gate.clear()
     for number in range(5):
         queue.submit_write(Write(number, record(number), block(number)))
     queue.submit_deletes([record(4).block_id])
     disk.gate.set()
-    while not queue.is_idle:
-        woken.acquire(timeout=1)
-        queue.completed()
+    wait_until(lambda: (queue.completed(), queue.is_idle)[1])
     assert set(disk.blocks) == {record(n).block_id for n in range(4)}
 
 
 def test_a_block_that_is_written_again_is_not_deleted(made):
-    disk, queue, woken = made
+    disk, queue, _ = made
     disk.gate.clear()
     queue.submit_write(Write(0, record(0), block(0)))
     queue.submit_deletes([record(1).block_id])
     queue.submit_write(Write(1, record(1), block(1)))
     disk.gate.set()
-    while not queue.is_idle:
-        woken.acquire(timeout=1)
-        queue.completed()
+    wait_until(lambda: (queue.completed(), queue.is_idle)[1])
     assert record(1).block_id in disk.blocks
 
 
@@ -176,7 +172,7 @@ def test_reads_go_by_rank_and_then_in_their_order():
     queue.rank_read(4, AT_ONCE)
     queue.rank_read(99, AT_ONCE)  # it has ended
     disk.gate.set()
-    wait_until(lambda: queue.completed() and queue.is_idle)
+    wait_until(lambda: (queue.completed(), queue.is_idle)[1])
     assert order == [4, 3, 5, 2, 1]
     assert queue.close(TIMEOUT_S)
 

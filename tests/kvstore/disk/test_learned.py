@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.learned import FILE_NAME, MAX_BYTES, read_learned, write_learned
 from tests.support.engines import ask, counters, greedy, open_engine, settle, tokens
 
@@ -62,14 +63,16 @@ def test_rates_and_returns_are_there_after_a_restart(model, tmp_path):
         assert old["prefill_tokens_per_s"] > 0 and counters(engine)["policy_file_errors"] == 0
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["{", "[]", '{"steering": 5, "rates": 7}', '{"steering": {"version": 99}}', '{"rates": {"THIS ONE": {"read": 0}}}'],
-)
-def test_whatever_is_in_the_file_the_store_opens_and_starts_anew(model, tmp_path, content):
-    with open_engine(model, tmp_path / "store") as engine:
-        content = content.replace("THIS ONE", engine.connector.fingerprint.hex())
-    (tmp_path / "store" / FILE_NAME).write_text(content)
+@pytest.fixture(scope="module")
+def fingerprint(model, tmp_path_factory):
+    with open_engine(model, tmp_path_factory.mktemp("store")) as engine:
+        return engine.connector.fingerprint.hex()
+
+
+@pytest.mark.parametrize("content", ["{", '{"steering": 5, "rates": 7}', '{"rates": {"THIS ONE": {"read": 0}}}'])
+def test_whatever_is_in_the_file_the_store_opens_and_starts_anew(model, fingerprint, tmp_path, content):
+    StoreDirectory.open(tmp_path / "store").close()
+    (tmp_path / "store" / FILE_NAME).write_text(content.replace("THIS ONE", fingerprint))
     with open_engine(model, tmp_path / "store") as engine:
         assert counters(engine)["policy_file_errors"] == 1
         ask(engine, PROMPT)

@@ -1,12 +1,14 @@
 """Tests of kvstore.disk.live: many inside or one alone; what compaction costs is tested where tables are known."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from kvstore.disk.live import MAX_INSIDE, LiveTables
-from tests.support.waiting import TIMEOUT_S, wait_until
+from tests.support.waiting import together as run_together
+from tests.support.waiting import wait_until
 
 
 class Opened:
@@ -39,12 +41,7 @@ def test_many_are_inside_or_one_is_alone():
                     tables.open()
                 inside[number] = False
 
-    threads = [threading.Thread(target=enter, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
+    run_together(*(partial(enter, i) for i in range(4)))
     assert together == [1] * 300 and opened.num_opened == 301
 
 

@@ -1,9 +1,9 @@
 """Tests of kvstore.disk.tier: blocks come back as they were, in the space they may take."""
 
 import errno
-import os
 import random
 import threading
+from functools import partial
 
 import pytest
 
@@ -13,16 +13,20 @@ from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.verify import VerifyReport
 from kvstore.errors import DegradedError, StoreError
-from tests.children.disk_child import CHAIN, MIB, PAYLOAD_BYTES, payload, put, record
 from tests.support.faults import copying_that, disk_with
-from tests.support.store.disk_store import CAPACITY, Store, present, read, write
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = Store(tmp_path / "store")
-    yield store
-    store.close()
+from tests.support.store.disk_store import (
+    CAPACITY,
+    CHAIN,
+    MIB,
+    PAYLOAD_BYTES,
+    payload,
+    present,
+    put,
+    read,
+    record,
+    write,
+)
+from tests.support.waiting import together
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
@@ -80,29 +84,24 @@ def test_scan_gives_what_the_index_needs(store, monkeypatch):
 def test_many_readers_and_a_writer(store):
     tier = store.open(codec="split-zstd")
     write(tier, range(64))
-    wrong, stop = [], threading.Event()
+    stop = threading.Event()
 
-    def reader(seed: int) -> None:
+    def read_until_the_end(seed: int) -> None:
         rng = random.Random(seed)
         while not stop.is_set():
-            try:
-                number = rng.randrange(128)
-                if read(tier, number) not in (ReadResult.OK, ReadResult.MISSING):
-                    wrong.append(number)
-            except AssertionError as error:
-                wrong.append(error)
+            assert read(tier, rng.randrange(128)) in (ReadResult.OK, ReadResult.MISSING)
 
-    threads = [threading.Thread(target=reader, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for i in range(25):
-        write(tier, range(64 + i, 66 + i), deletes=[i])
-        if i % 10 == 5:
-            tier.compact()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and present(tier, range(128)) == list(range(25, 90))
+    def change() -> None:
+        try:
+            for i in range(25):
+                write(tier, range(64 + i, 66 + i), deletes=[i])
+                if i % 10 == 5:
+                    tier.compact()
+        finally:
+            stop.set()
+
+    together(change, *(partial(read_until_the_end, seed) for seed in range(3)))
+    assert present(tier, range(128)) == list(range(25, 90))
 
 
 def test_after_close_nothing_raises(store):
@@ -116,30 +115,6 @@ def test_after_close_nothing_raises(store):
         tier.sync()
     with pytest.raises(StoreError):
         tier.compact()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_may_not_touch_it(store):
-    tier = store.open()
-    write(tier, range(3))
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        messages = []
-        for call in (lambda: read(tier, 1), lambda: tier.write(()), tier.stats, tier.close, tier.verify,
-                     lambda: list(tier.scan()), lambda: tier.contains(b"x" * 32)):  # fmt: skip
-            try:
-                call()
-                messages.append("nothing was raised")
-            except StoreError as error:
-                messages.append(str(error).partition("was ")[2])
-        os.write(writing, "|".join(sorted(set(messages))).encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as file:
-        assert file.read() == "opened before this process was forked; open it again here"
-    os.waitpid(pid, 0)
-    assert present(tier, range(5)) == [0, 1, 2]
 
 
 # -- space -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import logging
 import msgspec
 import pytest
 
-from kvstore.hosts.kept import KeptFile
+from kvstore.hosts.read_ahead import KeptFile
 from tests.support.waiting import wait_until
 
 KIND = msgspec.json.Decoder(dict[str, list[bytes]])

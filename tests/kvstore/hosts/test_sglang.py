@@ -2,9 +2,8 @@
 its package is, a stand-in where it is not; host pools are stand-ins.
 """
 
-import subprocess
-import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ import torch
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
 from tests.support import hicache
 from tests.support.hicache import PAGE_TOKENS, HostPool, pages_of
-from tests.support.waiting import TIMEOUT_S, wait_until
+from tests.support.programs import writer_held_up
+from tests.support.waiting import TIMEOUT_S, together, wait_until
 
 hicache.provide()
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
@@ -205,7 +205,6 @@ def test_other_pools_have_pages_of_their_own_and_shorten_what_is_found(start):
 
 def test_threads_get_their_own_pages(start):
     backend = start(HostPool(num_pages=64))
-    failed = []
 
     def work(number):
         pages, at = pages_of(f"talk {number}", 8), number * 8
@@ -213,18 +212,9 @@ def test_threads_get_their_own_pages(start):
         ok = backend.batch_set_v1(pages, indices, after(()))
         backend.mem_pool_host.kv_buffer[:, at * PAGE_TOKENS : (at + 8) * PAGE_TOKENS] = 0
         ok += backend.batch_get_v1(pages, indices, after(()))
-        if not all(ok) or not all(backend.mem_pool_host.has(page, at + i) for i, page in enumerate(pages)):
-            failed.append(number)
+        assert all(ok) and all(backend.mem_pool_host.has(page, at + i) for i, page in enumerate(pages))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-
-
-HOLD = "import lmdb, sys; e = lmdb.open(sys.argv[1]); t = e.begin(write=True); print('held', flush=True); input()"
+    together(*(partial(work, number) for number in range(6)))
 
 
 def test_while_the_disk_is_silent_all_misses_and_no_memory_is_given_back(start, tmp_path):
@@ -233,12 +223,8 @@ def test_while_the_disk_is_silent_all_misses_and_no_memory_is_given_back(start, 
     first.close()
     backend = start(timeout_s=0.2)
     (blocks,) = (tmp_path / "store").glob("*/blocks")
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(blocks)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
     results = []
-    with other:
-        assert other.stdout.readline() == "held\n"
+    with writer_held_up(blocks) as let_go:
         indices = backend.mem_pool_host.compute(pages[2:], 2)
         thread = threading.Thread(
             target=lambda: results.extend(backend.batch_set_v1(pages[2:], indices, after(pages[:2])))
@@ -246,7 +232,7 @@ def test_while_the_disk_is_silent_all_misses_and_no_memory_is_given_back(start, 
         thread.start()
         wait_until(lambda: backend.batch_exists(pages) == 0)
         assert loaded_nothing(backend, pages[:2]) and thread.is_alive()
-        other.communicate("\n")
+        let_go()
     thread.join()
     assert results == [True, True] and backend.batch_exists(pages) == 4
 

@@ -1,4 +1,5 @@
-"""Who stays in vLLM's memory tier: what vLLM's manager asks of a policy, and whether ours keeps the right ones.
+"""Who stays in vLLM's memory tier: what vLLM's manager asks of a policy, and whether ours keeps the right ones; and the
+keys of a request in their order, by vLLM's own record of them.
 
 Needs vLLM.
 """
@@ -101,7 +102,7 @@ def test_a_reset_forgets_everything(manager):
 
 def learned_state():
     """Of a process in which conversations have returned after a minute."""
-    from kvstore.policy.steering import Steering
+    from kvstore.policy.policies import Steering
 
     now = [1000.0]
     steering = Steering("return", lambda: now[0], {"cpu": 100})
@@ -146,3 +147,38 @@ def test_any_traffic_keeps_its_counts(manager, seed):
         shared = chain("system", 4) if name % 2 else []
         request(held, shared + chain(f"talk {name}", talks[name]))
         policy().check_integrity()
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+
+def test_each_key_is_behind_the_one_before_it_in_its_group_while_the_request_grows():
+    from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+
+    from kvstore.hosts.vllm_keys import RequestKeys, chain_of
+
+    context, groups = ReqContext("request"), ([], [])
+    keys = RequestKeys(context)
+    for end in range(1, 13):
+        for number, tokens in enumerate((16, 32)):
+            if 16 * end % tokens == 0:
+                groups[number].append(make_offload_key(b"%032d" % end, number))
+                context.set_offload_key_position(groups[number][-1], 16 * end)
+        if end % 4:
+            continue
+        asked = {groups[0][-1], groups[0][-3], groups[1][-1], groups[1][0]}
+        found = keys.before(asked)
+        assert found == {
+            groups[0][-1]: groups[0][-2],
+            groups[0][-3]: groups[0][-4],
+            groups[1][-1]: groups[1][-2],
+            groups[1][0]: None,
+        }
+        assert list(map(context.get_offload_key_position, found)) == sorted(
+            map(context.get_offload_key_position, found)
+        )
+    assert [chain_of(context, number) for number in (0, 1)] == list(groups)

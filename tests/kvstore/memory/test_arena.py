@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-import kvstore.memory.arena
+import kvstore.memory.transfer
 from kvstore.errors import ConfigError
-from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
+from kvstore.memory.transfer import Arena
 
 LAYOUT = KVLayout(1, 1, 8, 4, torch.float32, (None,))
 
@@ -32,7 +32,7 @@ def cudart(monkeypatch):
     fake = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: fake.has_effect and tensor.data_ptr() in fake.pinned)
-    monkeypatch.setattr(kvstore.memory.arena, "_forget_cuda_error", lambda: None)
+    monkeypatch.setattr(kvstore.memory.transfer, "_forget_cuda_error", lambda: None)
     return fake
 
 
@@ -67,6 +67,6 @@ def test_what_cuda_cannot_pin_leaves_no_error_behind():
     arena = Arena(LAYOUT, 4, pin=True)
     code = int(torch.cuda.cudart().cudaHostRegister(arena.tensor.data_ptr(), 512, 3))
     assert code != 0, "it is registered already"
-    kvstore.memory.arena._forget_cuda_error()
+    kvstore.memory.transfer._forget_cuda_error()
     assert int(torch.ones(4, device="cuda").sum()) == 4
     arena.close()

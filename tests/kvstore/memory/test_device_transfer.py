@@ -9,28 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvstore.blocks.records import Load, Save, TransferPlan
-from kvstore.kernels import reference
-from kvstore.memory.arena import Arena
+from kvstore.blocks.records import TransferPlan
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
-from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
-from kvstore.rope.rotary import Rotation, Style
+from tests.support.arenas import HEAD_DIM, LOADS, NUM_KV_HEADS, NUM_LAYERS, ROW_STARTS, SAVES, SmallArena
 from tests.support.simulated_streams import SimulatedStreams
 from tests.support.waiting import TIMEOUT_S
 
 PACE = Pace(layers_ahead=1)  # so that of three layers the last is launched in the middle of the forward
 EACH_LAYER = Pace(layers_ahead=1, group_bytes=1)
-NUM_LAYERS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
-NUM_ARENA_BLOCKS, NUM_BLOCKS = 8, 6
-LOADS = (Load(4, 1, 8, b""), Load(2, 5, 0, b""))
-SAVES = (Save(0, 0, 4, 3, 0), Save(1, 1, 2, 6, 1))  # rows 0 .. 3 and 7, 8 of the step
-
-
-def make_rotation(seed: int) -> Rotation:
-    generator = torch.Generator().manual_seed(seed)
-    angles = torch.rand(64, HEAD_DIM // 2, generator=generator)
-    return Rotation(angles.cos(), angles.sin(), Style.HALF)
 
 
 class Tape:
@@ -56,67 +43,32 @@ class Tape:
         work()
 
 
-class Part:
-    """A `DeviceTransfer` over a small arena and HBM. Whatever is loaded or saved follows from a seed."""
+class Part(SmallArena):
+    """A `DeviceTransfer` over it."""
 
     def __init__(self, streams):
-        generator = torch.Generator().manual_seed(7)
-        rotations = (make_rotation(1), None, make_rotation(2))
-        layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, rotations)
-        self.streams, self.arena = streams, Arena(layout, NUM_ARENA_BLOCKS, pin=False)
-        shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(NUM_LAYERS)]
-        self.num_progress = 0
-        self.progressed = threading.Condition()
-        self.transfer = DeviceTransfer(self.arena, streams, self._progress, PACE)
-        self.transfer.register(self.caches)
-        assert not any(cache.any() for pair in self.caches for cache in pair) and not self.arena.tensor.any()
-        self.arena.tensor.copy_(torch.rand(self.arena.tensor.shape, generator=generator))
-        self.step = [tuple(torch.rand(9, NUM_KV_HEADS, HEAD_DIM, generator=generator) for _ in "kv") for _ in "012"]
-        self.expected = self._expected_caches(), self._expected_arena()
+        self.streams, self.num_progress, self.progressed = streams, 0, threading.Condition()
+        super().__init__(lambda arena: DeviceTransfer(arena, streams, self._progress, PACE))
 
     def _progress(self):
         with self.progressed:
             self.num_progress += 1
             self.progressed.notify_all()
 
-    def _expected_caches(self):
-        found = [(key.clone(), value.clone()) for key, value in self.caches]
-        arena_blocks, numbers, positions = (torch.tensor(one) for one in ([1, 5], [4, 2], [8, 0]))
-        for layer, pair in enumerate(found):
-            rotation = self.arena.layout.rotations[layer]
-            reference.load_blocks(self.arena.tensor, layer, arena_blocks, *pair, numbers, positions, rotation)
-        return found
-
-    def _expected_arena(self):
-        found = self.arena.tensor.clone()
-        rows, places = torch.tensor([0, 1, 2, 3, 7, 8]), torch.tensor([12, 13, 14, 15, 25, 26])
-        for layer, (key, value) in enumerate(self.step):
-            reference.save_tokens(found, layer, key[rows], value[rows], places)
-        return found
-
     def begin(self, loads=LOADS, saves=SAVES, ticket=1):
-        self.transfer.begin(TransferPlan(loads, saves, ticket), (0, 6))
+        self.transfer.begin(TransferPlan(loads, saves, ticket), ROW_STARTS)
 
     def forward(self, layers=range(NUM_LAYERS)):
         for layer in layers:
             self.transfer.save_layer(layer, *self.step[layer])
             self.transfer.wait_for_layer(layer)
 
-    def outcome(self):
-        """By kind of what has ended: whether it has succeeded."""
-        return {("load" if done.is_load else "save"): done.succeeded for done in self.transfer.completed()}
-
     def settled(self, count=2):
         """The outcomes once so many have come; whoever waits is woken for each."""
         found = {}
         with self.progressed:
-            assert self.progressed.wait_for(lambda: found.update(self.outcome()) or len(found) == count, TIMEOUT_S)
+            assert self.progressed.wait_for(lambda: found.update(self.outcomes()) or len(found) == count, TIMEOUT_S)
         return found
-
-    def check_caches(self):
-        for pair, expected in zip(self.caches, self.expected[0], strict=True):
-            assert all(torch.equal(*both) for both in zip(pair, expected, strict=True))
 
 
 @pytest.fixture
@@ -137,7 +89,7 @@ def part():
     streams.close()
 
 
-# -- what waits for what -----------------------------------------------------------------------------------------------
+# -- what waits for what ---------------------------------------------------------------------------------------------
 def test_every_wait_of_a_step_stands_where_it_must(tape):
     tape.begin()
     load = ["launch load", "record load"]
@@ -162,7 +114,7 @@ def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape):
     tape.forward()
     tape.transfer.end()
     assert tape.streams.log.count("launch load") == 2
-    tape.check_caches()
+    assert all(tape.landed())
 
 
 @pytest.mark.parametrize("num_layers", range(NUM_LAYERS + 1))
@@ -172,7 +124,7 @@ def test_what_a_forward_did_not_ask_for_is_loaded_at_its_end(part, num_layers):
     part.forward(range(num_layers))
     part.transfer.end()
     assert part.settled(1) == {"load": True}
-    part.check_caches()
+    assert all(part.landed())
 
 
 def test_a_large_step_is_saved_layer_by_layer(tape):
@@ -182,7 +134,7 @@ def test_a_large_step_is_saved_layer_by_layer(tape):
     save = ["record compute", "save waits for compute", "launch save", "record save"]
     assert tape.streams.log == save * 3
     fence = tape.transfer.end()
-    assert torch.equal(tape.arena.tensor, tape.expected[1])
+    assert tape.has_saved()
     tape.streams.log.clear()
     fence.order()
     assert tape.streams.log == ["compute waits for save"]
@@ -192,8 +144,8 @@ def test_a_step_without_saves_has_no_fence(tape):
     tape.begin(saves=())
     tape.forward()
     assert tape.transfer.end() is None
-    assert tape.outcome() == {"load": True}
-    assert tape.transfer.end() is None and tape.outcome() == {}
+    assert tape.outcomes() == {"load": True}
+    assert tape.transfer.end() is None and tape.outcomes() == {}
 
 
 def test_what_is_moved_is_what_the_twins_move(part):
@@ -201,8 +153,8 @@ def test_what_is_moved_is_what_the_twins_move(part):
     part.forward()
     part.transfer.end()
     assert part.settled() == {"load": True, "save": True}
-    part.check_caches()
-    assert torch.equal(part.arena.tensor, part.expected[1])
+    assert all(part.landed())
+    assert part.has_saved()
 
 
 def test_a_load_takes_so_many_times_as_long_as_its_first_layer(tape):
@@ -214,7 +166,7 @@ def test_a_load_takes_so_many_times_as_long_as_its_first_layer(tape):
     assert tape.transfer.load_seconds.as_dict()["sum"] == 0.75
 
 
-# -- what is kept for how long -----------------------------------------------------------------------------------------
+# -- what is kept for how long ---------------------------------------------------------------------------------------
 def test_tensors_are_kept_until_their_save_has_ended_and_no_longer(tape):
     tape.streams.holds = True
     tape.begin()
@@ -241,12 +193,12 @@ def test_nothing_is_ready_before_its_last_event(tape):
     *before, last = [event for event in tape.streams.events if event.place is Queue.SAVE]
     for event in before:
         event.is_reached = True
-    assert tape.outcome() == {}
+    assert tape.outcomes() == {}
     last.is_reached = True
-    assert tape.outcome() == {"save": True}
+    assert tape.outcomes() == {"save": True}
     for event in tape.streams.events:
         event.is_reached = True
-    assert tape.outcome() == {"load": True}
+    assert tape.outcomes() == {"load": True}
 
 
 def test_beyond_the_limit_the_computation_waits_for_the_oldest_save(tape):
@@ -281,7 +233,7 @@ def test_saves_are_given_up_while_too_much_that_exists_waits(tape):
     assert tape.transfer.can_save
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------------
 def failing(streams, place, number):
     """The launch of this number in this queue raises."""
     counter = itertools.count()
@@ -299,13 +251,13 @@ def test_a_load_that_cannot_be_launched_fails_at_the_end_of_its_step(part, numbe
     part.begin()
     part.forward()
     part.transfer.end()
-    found = part.outcome()
+    found = part.outcomes()
     assert found.pop("load") is False, "known when the step has ended"
     part.begin(loads=LOADS, saves=(), ticket=2)
     part.forward()
     part.transfer.end()
     assert part.settled(1 if found else 2) | found == {"load": True, "save": True}
-    part.check_caches()
+    assert all(part.landed())
 
 
 @pytest.mark.parametrize("number", range(NUM_LAYERS))
@@ -316,12 +268,12 @@ def test_a_save_that_cannot_be_launched_fails_alone(part, number):
     part.forward()
     part.transfer.end()
     assert part.settled() == {"load": True, "save": False}
-    part.check_caches()
+    assert all(part.landed())
     part.begin(loads=(), ticket=2)
     part.forward()
     part.transfer.end()
     assert part.settled(1) == {"save": True}
-    assert torch.equal(part.arena.tensor, part.expected[1])
+    assert part.has_saved()
 
 
 @pytest.mark.parametrize("num_layers", range(NUM_LAYERS + 1))
@@ -334,7 +286,7 @@ def test_a_forward_that_raised_leaves_nothing_behind(part, num_layers):
     for key_cache, _ in part.caches:
         key_cache.fill_(5.0)
     part.arena.tensor.fill_(6.0)
-    assert part.outcome() == {"load": True, "save": False}
+    assert part.outcomes() == {"load": True, "save": False}
     part.streams.synchronize()
     assert all(bool((key_cache == 5.0).all()) for key_cache, _ in part.caches)
     assert bool((part.arena.tensor == 6.0).all())
@@ -357,7 +309,7 @@ def test_a_beginning_that_was_interrupted_leaves_nothing_behind(part, number):
     before = [key_cache.clone() for key_cache, _ in part.caches]
     part.streams.synchronize()
     assert all(torch.equal(*both) for both in zip(before, (key for key, _ in part.caches), strict=True))
-    assert part.outcome() == {"load": False} | ({"save": False} if number else {})
+    assert part.outcomes() == {"load": False} | ({"save": False} if number else {})
 
 
 @pytest.mark.parametrize("place", [Queue.LOAD, Queue.SAVE, Queue.COMPUTE])
@@ -373,14 +325,14 @@ def test_a_device_that_fails_ends_everything(part, place):
     with pytest.raises(RuntimeError, match="device has failed"):
         part.streams.synchronize()
     part.transfer.end()
-    assert part.outcome() == {"load": False, "save": False}
+    assert part.outcomes() == {"load": False, "save": False}
     gc.collect()
     assert part.transfer.can_save and saved() is None
     with pytest.raises(RuntimeError, match="device has failed"):
         part.streams.launch(place, fail)
     part.begin(ticket=2)
     part.transfer.end(succeeded=False)
-    assert part.outcome() == {"load": False, "save": False}
+    assert part.outcomes() == {"load": False, "save": False}
 
 
 def test_whoever_waits_is_woken_when_the_device_fails(part):
@@ -412,7 +364,7 @@ def test_close_waits_for_what_is_in_flight(part):
     assert not watcher.is_alive()
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
+# -- on a GPU --------------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 def test_streams_of_cuda_keep_the_order_that_is_asked_for():
     streams = CudaStreams(torch.device("cuda"))

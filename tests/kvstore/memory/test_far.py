@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
-from kvstore.memory.arena import Arena
 from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout, OwnPart
 from kvstore.memory.rank import LEAST_ARENA_BLOCKS, FarTransfer
+from kvstore.memory.transfer import Arena
 
 LAYERS, BLOCK, HEADS, DIM = 4, 4, 4, 8
 NUM_BLOCKS = LEAST_ARENA_BLOCKS + 3  # more than it has memory for at the start

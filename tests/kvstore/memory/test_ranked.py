@@ -8,13 +8,12 @@ import torch
 
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.errors import EngineDiedError
-from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.rank import RankTransfer, rank_transfer
 from kvstore.memory.ranked import RankedTransfer
 from kvstore.memory.streams import Queue
-from kvstore.memory.transfer import Transfer
+from kvstore.memory.transfer import Arena, Transfer
 from tests.support.simulated_streams import SimulatedStreams
 from tests.support.waiting import TIMEOUT_S
 

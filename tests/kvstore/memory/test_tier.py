@@ -39,17 +39,6 @@ def test_an_arena_block_is_found_while_its_bytes_are_on_their_way():
     tier.check_integrity()
 
 
-def test_a_chain_is_evicted_from_its_tail_though_its_head_is_older():
-    tier = CpuTier(3)
-    arena_blocks = [put(tier, "a"), put(tier, "b", "a"), put(tier, "c", "b")]
-    for arena_block in arena_blocks:
-        tier.release(arena_block)
-    assert tier.reserve() == arena_blocks[2] and names(tier) == {"a", "b"}
-    assert tier.reserve() == arena_blocks[1] and names(tier) == {"a"}
-    assert tier.reserve() == arena_blocks[0] and names(tier) == set()
-    assert tier.reserve() is None
-
-
 def test_the_chain_that_was_used_last_goes_last():
     tier = CpuTier(4)
     for name in ("a", "c"):

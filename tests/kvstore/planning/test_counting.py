@@ -1,4 +1,6 @@
-"""What a replay counts: queue lengths over time, hits by tier, blocks moved; and nothing of the warm-up."""
+"""What a replay counts, but for the warm-up; and which waiting request is looked at next: in order, past those that
+wait for reads or arena blocks, not for HBM.
+"""
 
 from collections import Counter
 
@@ -7,15 +9,79 @@ import pytest
 from kvstore.planning.counting import Counting, QueueLength
 from kvstore.planning.jobs import LINEAGE, Job
 from kvstore.planning.replay_config import ReplayConfig
+from kvstore.planning.waiting import WaitingLine
 from kvstore.store.requests import Tracked
 from tests.support.small_traces import SIZE, request
 
 
-def job(number: int, arrival: list[str], schedule: list[str], num_hit: int, num_tokens: int) -> Job:
+def job(number: int, num_unread: int = 0, arrival=(), schedule=(), num_hit: int = 0, num_tokens: int = 11) -> Job:
     stored = Tracked([], bytearray(), LINEAGE, "", str(number), (0, number), None)
-    return Job(number, number, request([], num_tokens), stored, 0.0, arrival, schedule, num_hit=num_hit)
+    stored.wanted.front, stored.wanted.lowest = 3, 3 + num_unread
+    return Job(number, number, request([1], num_tokens), stored, 0.0, [*arrival], [*schedule], num_hit=num_hit)
 
 
+@pytest.fixture
+def line():
+    return WaitingLine()
+
+
+def candidates(line) -> list[int]:
+    found = []
+    while (one := line.pop_candidate()) is not None:
+        found.append(one.number)
+    return found
+
+
+def test_they_come_in_order_of_arrival_and_each_once(line):
+    jobs = [job(number) for number in (2, 0, 1)]
+    for one in jobs:
+        line.add(one)
+    line.offer(1)
+    assert len(line) == 3 and candidates(line) == [0, 1, 2]
+    line.remove(jobs[1])
+    line.offer_all()
+    line.offer(0)
+    assert len(line) == 2 and candidates(line) == [1, 2]
+
+
+def test_who_waits_for_hbm_holds_up_all_behind_it_and_none_before(line):
+    for number in range(3):
+        line.add(job(number))
+    assert line.pop_candidate().number == 0
+    line.wait_for_hbm(line.pop_candidate())
+    assert candidates(line) == []
+    line.offer(0)
+    assert candidates(line) == [0]
+    line.unblock()
+    assert candidates(line) == [1, 2]
+
+
+def test_who_waits_for_arena_blocks_is_offered_when_there_are_enough_for_the_first(line):
+    jobs = [job(0, num_unread=4), job(1, num_unread=1), job(2, num_unread=9)]
+    for one in jobs:
+        line.add(one)
+    assert not line.has_short and candidates(line) == [0, 1, 2]
+    for one in reversed(jobs):
+        line.wait_for_arena_blocks(one)
+    line.offer_short(3)
+    assert line.has_short and candidates(line) == []
+    line.offer_short(4)
+    assert line.has_short and candidates(line) == [0, 1]
+    line.offer_short(None)
+    assert not line.has_short and candidates(line) == [2]
+
+
+def test_who_runs_by_now_is_not_offered(line):
+    short = job(0, num_unread=4)
+    line.add(short)
+    candidates(line)
+    line.wait_for_arena_blocks(short)
+    line.remove(short)
+    line.offer_short(0)
+    assert not line.has_short and candidates(line) == [] and len(line) == 0
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
 def counting(warm_up: int = 0, moved: Counter | None = None) -> Counting:
     """Of a server whose blocks have 7 bytes."""
     return Counting(ReplayConfig(1, 0, 0, 7, warm_up=warm_up), SIZE, lambda: Counter(moved))
@@ -34,7 +100,7 @@ def test_the_queue_is_summed_over_time_from_when_it_begins():
 def test_hits_are_counted_by_the_tiers_of_the_two_times():
     one = counting()
     one.begin(0.0)
-    tiers = one.count_start(job(0, ["hbm", "disk", "disk"], ["hbm", "cpu", "disk"], 3, 45), 1, 0.5)
+    tiers = one.count_start(job(0, 0, ["hbm", "disk", "disk"], ["hbm", "cpu", "disk"], 3, 45), 1, 0.5)
     result = one.result()
     assert tiers == ["hbm", "disk", "disk"]
     assert result.hits_at_arrival == {"hbm": SIZE, "cpu": 0, "disk": 2 * SIZE}
@@ -46,7 +112,7 @@ def test_what_came_after_the_arrival_is_counted_where_it_is_at_the_start():
     """One block was known; four are hits, two of them in HBM."""
     one = counting()
     one.begin(0.0)
-    assert one.count_start(job(0, ["disk"], ["cpu", "cpu"], 4, 50), 2, 0.5) == ["disk", "hbm", "cpu", "cpu"]
+    assert one.count_start(job(0, 0, ["disk"], ["cpu", "cpu"], 4, 50), 2, 0.5) == ["disk", "hbm", "cpu", "cpu"]
     assert one.result().hits_at_arrival == {"hbm": SIZE, "cpu": 2 * SIZE, "disk": SIZE}
     assert one.result().hits_at_schedule == {"hbm": 0, "cpu": 4 * SIZE, "disk": 0}
 
@@ -54,7 +120,7 @@ def test_what_came_after_the_arrival_is_counted_where_it_is_at_the_start():
 def test_what_was_lost_since_the_arrival_is_no_hit():
     one = counting()
     one.begin(0.0)
-    assert one.count_start(job(0, ["hbm", "cpu", "disk"], ["hbm", "cpu", "disk"], 1, 50), 1, 0.5) == ["hbm"]
+    assert one.count_start(job(0, 0, ["hbm", "cpu", "disk"], ["hbm", "cpu", "disk"], 1, 50), 1, 0.5) == ["hbm"]
     assert one.result().hits_at_arrival == one.result().hits_at_schedule == {"hbm": SIZE, "cpu": 0, "disk": 0}
 
 
@@ -63,13 +129,13 @@ def test_the_warm_up_leaves_no_count():
     one = counting(2, moved)
     one.count_queue(100, 3.0)
     one.count_end(4.0)
-    assert one.count_start(job(1, ["hbm"], ["hbm"], 1, 20), 1, 99.0) is None
+    assert one.count_start(job(1, 0, ["hbm"], ["hbm"], 1, 20), 1, 99.0) is None
     one.count_refused(1)
     one.begin(10.0)
     moved += Counter(save=10, load=20, write=30, read=40, hbm=1, cpu=2, disk=3, unsaved=4, unwritten=5)
     one.count_refused(2)
     one.count_queue(1, 15.0)
-    assert one.count_start(job(2, [], [], 0, 20), 0, 2.0) == []
+    assert one.count_start(job(2, 0, [], [], 0, 20), 0, 2.0) == []
     one.count_end(30.0)
     result = one.result()
     assert (result.num_requests, result.num_refused, result.num_prompt_tokens, result.num_hit_tokens) == (1, 1, 20, 0)
@@ -84,7 +150,7 @@ def test_nine_of_ten_waited_no_longer(num_requests, p90_s):
     one = counting()
     one.begin(0.0)
     for number in reversed(range(num_requests)):
-        one.count_start(job(number, [], [], 0, 20), 0, number + 1.0)
+        one.count_start(job(number, 0, [], [], 0, 20), 0, number + 1.0)
     assert one.result().ttft_p90_s == p90_s
     assert one.result().ttft_mean_s == (num_requests + 1) / 2
 

@@ -63,7 +63,7 @@ def homes_of(trace: Trace, routing: str, num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("routing", ["sticky", "random"])
-@pytest.mark.parametrize("num", [1, 2, 10])
+@pytest.mark.parametrize("num", [1, 10])
 def test_with_room_for_all_the_hits_are_what_the_oracle_counts(routing, num):
     trace = talks(30, prefix_tokens=64)
     homes = homes_of(trace, routing, num)

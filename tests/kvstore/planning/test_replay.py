@@ -265,7 +265,7 @@ def random_trace(seed):
 FAILED_ONCE = [(103, (60, 0, 40)), (243, (60, 30, 150)), (149, (44, 52, 180))]  # did not end, or left reads over
 
 
-@pytest.mark.parametrize(("seed", "sizes"), [*itertools.product(range(8), TIERS), *FAILED_ONCE], ids=str)
+@pytest.mark.parametrize(("seed", "sizes"), [*itertools.product(range(4), TIERS), *FAILED_ONCE], ids=str)
 def test_counts_balance_whatever_the_traffic(seed, sizes):
     rng = random.Random(f"{seed} {sizes}")
     made, settings = random_trace(seed), random_config(rng, *sizes)

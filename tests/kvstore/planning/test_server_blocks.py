@@ -8,7 +8,7 @@ from kvstore.planning.replay_config import ReplayConfig, ServiceModel
 from kvstore.planning.server_blocks import ServerBlocks
 from kvstore.planning.traces import TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.seam import Lookup
 from tests.support.small_traces import SIZE, request
 
@@ -118,21 +118,6 @@ def test_what_is_on_disk_is_read_when_it_arrives_or_when_it_could_start(look_ahe
     server.blocks.check_integrity()
 
 
-def test_what_finds_no_arena_block_is_counted_and_computed_again_later():
-    server = Server(hbm=20, cpu=2, disk=50, write_bytes_per_s=1e-3)
-    job = server.arrive(request([1, 2, 3, 4], 41))
-    server.start(job)
-    server.blocks.computed(job, 0, 41)
-    server.blocks.end(job)
-    assert server.moved("save", "unsaved") == (0, 2)  # not polled yet
-    server.settle()
-    assert server.moved("save", "unsaved", "write") == (2, 2, 2)
-    job, num_hbm = server.serve(request([1, 2, 3, 4], 41))
-    assert job.arrival == ["hbm"] * 4
-    assert (num_hbm, job.num_hit) == (2, 2), "there is room to save 3 and 4 by now, so they are computed"
-    server.blocks.check_integrity()
-
-
 @pytest.mark.parametrize("cpu", [0, 50])
 def test_an_answer_is_known_with_its_full_blocks(cpu):
     server = Server(cpu=cpu)
@@ -140,21 +125,6 @@ def test_an_answer_is_known_with_its_full_blocks(cpu):
     assert server.blocks.num_held(request([1, 2, 3, 4])) == (3, 3 if cpu else 0)
     server.serve(request([5, 6, 7], 15, 18))
     assert server.blocks.num_held(request([5, 6, 7, 8])) == (1, 1 if cpu else 0), "nobody knows this one's answer"
-
-
-def test_what_has_expired_is_evicted_before_what_is_older():
-    held = {}
-    for ttl_s in (None, 1.5):
-        server = Server(hbm=5, ttl_s=ttl_s, policy="fifo")
-        long = server.arrive(request([1, 2], 20))
-        server.start(long)
-        server.blocks.computed(long, 0, 20)
-        server.serve(request([5, 6], 20))  # expires at 1.5 s
-        server.blocks.end(long)
-        server.clock.now_s = 2.0
-        server.serve(request([9, 10, 11], 30))
-        held[ttl_s] = [server.blocks.num_held(request(chain))[0] for chain in ([1, 2], [5, 6])]
-    assert held == {None: [0, 2], 1.5: [2, 0]}
 
 
 def test_blocks_from_a_shared_tier_land_in_the_cpu_tier_as_far_as_there_is_room():

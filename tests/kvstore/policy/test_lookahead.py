@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from kvstore.policy.conversation import Conversation, Conversations
 from kvstore.policy.lookahead import LookAhead
 
@@ -31,28 +33,21 @@ def test_what_runs_is_marked_until_its_conversation_is_left():
     assert person.num_running == 0
 
 
-def test_against_a_list_sorted_anew():
-    rng, look, known = random.Random(5), made(20)[0], {}
-    for step in range(2000):
-        name = rng.randrange(40)
-        if rng.random() < 0.5:
-            known[name] = (rng.randrange(3), step, rng.randrange(6))
-            look.add(name, known[name][:2], conversation(name), known[name][2])
-        else:
-            known.pop(name, None)
-            look.remove(name)
-        room, expected = 20, []
-        for key in sorted(known, key=lambda one: known[one][:2]):
-            room -= known[key][2]
-            if room < 0 and expected:
-                break
-            expected.append(key)
-        assert names(look) == expected
-
-
-def test_the_larger_window_against_one_that_is_counted_anew():
-    rng, (look, _), known = random.Random(6), made(12, 8), {}
+@pytest.mark.parametrize(("num_cpu", "num_disk"), [(20, 0), (12, 8)])
+def test_both_windows_against_a_list_sorted_anew(num_cpu, num_disk):
+    """As many as fit into the CPU tier are read ahead; those that fit into both are wanted."""
+    rng, (look, _), known = random.Random(6), made(num_cpu, num_disk), {}
     people = [conversation(number) for number in range(12)]
+
+    def in_window(room: int) -> list[int]:
+        found = []
+        for name in sorted(known, key=lambda one: known[one][0]):
+            room -= known[name][2]
+            if room < 0 and found:
+                break
+            found.append(name)
+        return found
+
     for step in range(3000):
         name = rng.randrange(40)
         if rng.random() < 0.5:
@@ -61,10 +56,8 @@ def test_the_larger_window_against_one_that_is_counted_anew():
         else:
             known.pop(name, None)
             look.remove(name)
-        room, wanted = 20, {}
-        for place, (key, person, num_blocks) in enumerate(sorted(known.values(), key=lambda one: one[0])):
-            room -= num_blocks
-            if room < 0 and place:
-                break
-            wanted.setdefault(person, key)
+        assert names(look) == in_window(num_cpu)
+        wanted = {}
+        for name in in_window(num_cpu + num_disk):
+            wanted.setdefault(known[name][1], known[name][0])
         assert [person.wanted for person in people] == [wanted.get(person) for person in people]

@@ -19,10 +19,8 @@ def rates(kind: str, num_requests: int, capacity: int, seed: int) -> tuple[float
     [
         ("people", 3000, 96, 1, 0.005),
         ("agents", 2500, 400, 1, 0.02),
-        ("documents", 2500, 2500, 1, 0.01),
         ("documents", 2500, 600, 2, -0.01),
         ("mixed", 2500, 280, 1, 0.005),
-        ("mixed", 2500, 1100, 2, -0.01),
     ],
 )
 def test_return_is_never_far_below_lru_and_above_it_where_something_can_be_learned(

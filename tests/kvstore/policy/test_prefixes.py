@@ -7,10 +7,9 @@ import pytest
 
 from kvstore.blocks.forest import EvictionTree
 from kvstore.policy.conversation import Conversation, Prefix
-from kvstore.policy.policies import EvictionOrder
+from kvstore.policy.policies import EvictionOrder, Steering
 from kvstore.policy.prefixes import MAX_PREFIXES, MAX_SAMPLED, Prefixes
 from kvstore.policy.return_model import ReturnLearner, ReturnModel
-from kvstore.policy.steering import Steering
 
 
 class Registry:

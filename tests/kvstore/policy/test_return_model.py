@@ -8,18 +8,20 @@ import random
 import numpy as np
 import pytest
 
-from kvstore.policy.categories import GROUPS, NUM_CATEGORIES, category_of
 from kvstore.policy.conversation import Answer, Conversation, Prefix
 from kvstore.policy.return_model import (
     EDGES_S,
+    GROUPS,
     LOWER_S,
     NUM_BUCKETS,
+    NUM_CATEGORIES,
     UPPER_S,
     AgeShelves,
     ReturnLearner,
     ReturnModel,
     SortedEntries,
     bucket_of,
+    category_of,
 )
 
 

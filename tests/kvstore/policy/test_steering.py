@@ -6,23 +6,12 @@ import random
 
 import pytest
 
-from kvstore.policy.categories import category_of
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.steering import MAX_WAIT_S, Steering
+from kvstore.policy.policies import MAX_WAIT_S, Steering
+from kvstore.policy.return_model import category_of
+from tests.support.clocks import Clock
 
 CAPACITIES = {"cpu": 100, "disk": 1000}
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def talk(steering: Steering, clock: Clock, chain: list[str], lasts_s: float = 1.0) -> Conversation:

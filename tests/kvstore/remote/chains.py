@@ -4,10 +4,10 @@ import hashlib
 from dataclasses import dataclass
 
 from kvstore.blocks.ids import child_block_id, token_bytes
-from kvstore.blocks.records import BlockRecord
+from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.io_queue import Read
 from kvstore.remote.names import BlockNames, FleetSecret
-from kvstore.remote.shared import Put, SharedChain
+from kvstore.remote.shared import Put, Shared, SharedChain
 
 FINGERPRINT = bytes(range(32))
 SECRET = FleetSecret("a secret of the fleet, 32 characters or more")
@@ -49,3 +49,31 @@ def make_chain(length: int, seed: int = 0, fingerprint: bytes = FINGERPRINT, roo
 
 def are_right(reads: list[Read]) -> bool:
     return all(read.view == payload(read.record.block_id, read.view.nbytes) for read in reads)
+
+
+class Server:
+    """A session of a shared store. put, read: why blocks were not stored, and how reads ended, which are compared."""
+
+    def __init__(self, shared: Shared, size: int = SIZE) -> None:
+        self.shared, self.session, self.size = shared, shared.session(), size
+
+    def put(self, made: Made, first: int = 0, end: int | None = None) -> list[str | None]:
+        return [one.error for one in self.session.put(made.chain, made.puts(first, end, self.size))]
+
+    def count(self, made: Made) -> int:
+        """How many blocks are there, from the first one on."""
+        there = self.session.ask(made.chain)
+        assert there == sorted(there, reverse=True)
+        return sum(there)
+
+    def read(self, made: Made, first: int = 0, end: int | None = None) -> list[ReadResult]:
+        reads = made.reads(first, end, self.size)
+        results = self.session.read(reads)
+        assert are_right([read for read, result in zip(reads, results, strict=True) if result is ReadResult.OK])
+        return results
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.session.close()

@@ -1,6 +1,6 @@
-"""A Redis and a bucket for the tests of a file."""
+"""Buckets for the tests of a file, and a Redis that a test may harm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,19 +8,13 @@ import pytest
 from tests.support.buckets import AzureServer, Directory, S3Server, azure_server, s3_server
 from tests.support.redis_server import RedisServer
 
-
-@pytest.fixture(scope="module")
-def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
+BUCKETS = ["directory", "s3", "azure"]
 
 
 @pytest.fixture
-def redis(shared_redis: RedisServer) -> RedisServer:
-    """Empty. A test that does something to the server starts one of its own."""
-    shared_redis.ask("FLUSHALL")
-    return shared_redis
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +29,20 @@ def azure() -> Iterator[AzureServer]:
         yield server
 
 
-@pytest.fixture(params=["directory", "s3", "azure"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Directory | S3Server | AzureServer:
+@pytest.fixture
+def bucket_named(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Directory | S3Server | AzureServer]:
     """Empty. A test that does something to the server starts one of its own."""
-    if request.param == "directory":
-        return Directory(tmp_path / "objects")
-    server: S3Server | AzureServer = request.getfixturevalue(request.param)
-    server.clear()
-    return server
+
+    def find(name: str) -> Directory | S3Server | AzureServer:
+        if name == "directory":
+            return Directory(tmp_path / "objects")
+        server: S3Server | AzureServer = request.getfixturevalue(name)
+        server.clear()
+        return server
+
+    return find
+
+
+@pytest.fixture(params=BUCKETS)
+def bucket(request: pytest.FixtureRequest, bucket_named):
+    return bucket_named(request.param)

@@ -1,24 +1,20 @@
 """Tests of kvstore.remote.object_client, against a directory and real servers of S3 and Azure, which are harmed."""
 
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from kvstore.errors import ConfigError, RemoteError
 from kvstore.remote.object_address import parse_object_url
 from tests.support.buckets import Directory, azure_server, s3_server
+from tests.support.programs import python_on_a_tmpfs
 from tests.support.redis_server import free_port
 from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 pytest.importorskip("obstore")
 from kvstore.remote.object_client import ByteRange, ObjectClient, open_store
-
-ROOT = Path(__file__).parents[3]
 
 
 def client_of(url: str) -> ObjectClient:
@@ -220,8 +216,6 @@ def test_azure_is_asked_over_the_network_only(tmp_path):
 
 
 def test_a_full_file_system(tmp_path):
-    """A tmpfs of 1 MiB, mounted where only the child sees it; skipped where that is not allowed."""
-    script = 'mount -t tmpfs -o size=1m none "$0" || exit 77; exec "$@"'
     code = (
         "import sys; from tests.kvstore.remote.test_object_client import client_of, ByteRange\n"
         "from kvstore.remote.object_client import NoRoomError\n"
@@ -230,9 +224,4 @@ def test_a_full_file_system(tmp_path):
         "except NoRoomError as error: print(error)\n"
         "assert client.read([ByteRange('x', 0, 9), ByteRange('y', 0, 9)], 9.0) == [bytes(9), None]; client.close()\n"
     )
-    command = ["unshare", "-Urm", "sh", "-c", script, str(tmp_path), sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip("no tmpfs can be mounted here")
-    assert done.returncode == 0, done.stderr
-    assert "No space left" in done.stdout
+    assert "No space left" in python_on_a_tmpfs("size=1m", code, tmp_path)

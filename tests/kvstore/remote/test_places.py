@@ -1,6 +1,6 @@
-"""Tests of kvstore.remote.places."""
+"""Tests of kvstore.remote.object_blocks."""
 
-from kvstore.remote.places import GroupPlace, Places
+from kvstore.remote.object_blocks import GroupPlace, Places
 
 
 def block(number: int) -> bytes:

@@ -7,8 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from kvstore.blocks.ids import token_bytes
-from kvstore.errors import ConfigError
-from kvstore.remote.address import PrefillAddress, parse_prefill_url
+from kvstore.remote.address import PrefillAddress
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -162,28 +161,3 @@ def test_a_server_that_is_not_there_is_found_at_the_start():
     wait_until(lambda: server.breaker.is_open, "the first probe")
     assert "refused" in str(server.as_dict()["degraded"]) and not ask(server)
     server.close(TIMEOUT_S)
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("http://host", "http://host:80"),
-        ("http://10.0.0.7:8000/", "http://10.0.0.7:8000"),
-        ("https://host/base/", "https://host:443/base"),
-        ("http://[::1]:8000", "http://[::1]:8000"),
-    ],
-)
-def test_addresses(url, shown):
-    assert str(parse_prefill_url(url)) == shown
-
-
-@pytest.mark.parametrize("url", ["", "host:8000", "redis://host", "http://", "http://host:99999", "http://host/?a=b"])
-def test_what_is_no_address_is_refused(url):
-    with pytest.raises(ConfigError, match="http://host:8000"):
-        parse_prefill_url(url)
-
-
-def test_a_user_in_the_url_is_refused_and_not_shown():
-    with pytest.raises(ConfigError, match="the fleet's secret") as refused:
-        parse_prefill_url("http://ada:geheim@host")
-    assert "geheim" not in str(refused.value)

@@ -48,14 +48,6 @@ def test_a_length_that_is_only_said_takes_no_memory():
         tracemalloc.stop()
 
 
-@pytest.fixture
-def own(tmp_path):
-    """A server that a test may harm."""
-    server = RedisServer(tmp_path)
-    yield server
-    server.kill()
-
-
 def test_kinds_of_answers(client):
     assert client.call("PING") == b"PONG"
     assert client.call("GET", "nothing") is None
@@ -118,34 +110,33 @@ def test_large_values_are_not_copied_before_they_are_sent():
     assert any(buffer.obj is value.obj for buffer in encode([("SET", "k", value)]))
 
 
-def test_a_killed_server_is_an_error_and_its_return_is_not(own):
-    with own.client() as client:
+def test_a_killed_server_is_an_error_and_its_return_is_not(own_redis):
+    with own_redis.client() as client:
         assert client.call("PING") == b"PONG"
-        own.kill()
-        with pytest.raises(RemoteError, match=f"redis://127.0.0.1:{own.port}/0: Connection refused"):
+        own_redis.kill()
+        with pytest.raises(RemoteError, match=f"redis://127.0.0.1:{own_redis.port}/0: Connection refused"):
             client.call("PING")
-        own.start()
+        own_redis.start()
         assert client.call("PING") == b"PONG"
-        own.restart()
+        own_redis.restart()
         assert client.call("PING") == b"PONG", "an old connection is not used"
 
 
-def test_a_server_that_does_not_answer_costs_the_deadline_alone(own):
-    with own.client() as client:
+def test_a_server_that_does_not_answer_costs_the_deadline_alone(own_redis):
+    with own_redis.client() as client:
         client.call("SET", "k", "v")
-        own.pause()
+        own_redis.pause()
         with pytest.raises(RemoteError, match="no answer in time"):
             client.call("GET", "k", timeout_s=0.05)
         with pytest.raises(RemoteError, match="no answer in time"):  # a new connection, which the kernel takes
             client.call("SET", "k", bytes(64 << 20), timeout_s=0.05)
-        own.resume()
+        own_redis.resume()
         assert client.call("GET", "k") == b"v", "late answers are nobody's"
 
 
 def test_wrong_and_right_passwords(tmp_path):
     (tmp_path / "acl").write_text("user default on >s3cret ~* +@all\nuser ann on >hers ~* +@all\n")
-    server = RedisServer(tmp_path, "--aclfile", str(tmp_path / "acl"))
-    try:
+    with RedisServer(tmp_path, "--aclfile", str(tmp_path / "acl")) as server:
         with server.client(password="s3cret") as client:
             assert client.call("PING") == b"PONG"
         with server.client(user="ann", password="hers", database=5) as client:
@@ -157,28 +148,22 @@ def test_wrong_and_right_passwords(tmp_path):
             client.call("PING")
         with pytest.raises(RemoteError, match="SELECT was refused"):
             server.client(password="s3cret", database=99).call("PING")
-    finally:
-        server.kill()
 
 
 def test_who_may_not_ask_about_a_cluster_is_not_asked_for_more(tmp_path):
     (tmp_path / "acl").write_text("user default on nopass ~* +get\n")
-    server = RedisServer(tmp_path, "--aclfile", str(tmp_path / "acl"))
-    with server.client() as client:
+    with RedisServer(tmp_path, "--aclfile", str(tmp_path / "acl")) as server, server.client() as client:
         assert client.call("GET", "k") is None
-    server.kill()
 
 
 @pytest.mark.parametrize("database", [0, 5])
 def test_one_of_a_cluster_is_refused_with_the_way_out(tmp_path, database):
-    server = RedisServer(tmp_path, "--cluster-enabled", "yes")
-    with server.client(database=database) as client:
+    with RedisServer(tmp_path, "--cluster-enabled", "yes") as server, server.client(database=database) as client:
         for _ in range(2):
             with pytest.raises(
                 RemoteError, match="part of a Redis Cluster, which is not followed; give one that runs alone"
             ):
                 client.call("PING")
-    server.kill()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, 500, 70_000])
@@ -242,7 +227,7 @@ def test_a_forked_child_says_nothing_on_its_parents_connection(client):
     assert client.call("GET", "k") == b"parent"
 
 
-# -- TLS ---------------------------------------------------------------------------------------------------------------
+# -- TLS -------------------------------------------------------------------------------------------------------------
 def certificate(folder) -> tuple[str, str]:
     """For 127.0.0.1, signed by itself."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
@@ -258,8 +243,7 @@ def certificate(folder) -> tuple[str, str]:
 def test_tls(tmp_path):
     cert, key = certificate(tmp_path)
     files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"]
-    server = RedisServer(tmp_path, *files, scheme="rediss")
-    try:
+    with RedisServer(tmp_path, *files, scheme="rediss") as server:
         value, place = os.urandom(1 << 20), memoryview(bytearray(1 << 20))
         with server.client(tls=True, ca_file=cert) as client:
             client.call("SET", "k", value)
@@ -273,5 +257,3 @@ def test_tls(tmp_path):
             server.client().call("PING")
         with pytest.raises(RemoteError, match="certificates cannot be read"):
             server.client(tls=True, ca_file=str(tmp_path / "none.pem"))
-    finally:
-        server.kill()

@@ -1,4 +1,4 @@
-"""Tests of kvstore.remote.resp_runs: whatever comes in whatever pieces, as a plain parser would have it."""
+"""Tests of kvstore.remote.resp_replies: whatever comes in whatever pieces, as a plain parser would have it."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.remote.resp_runs import receive_run
+from kvstore.remote.resp_replies import receive_run
 
 SIZE, HEAD = 100, 40
 

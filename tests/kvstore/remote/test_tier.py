@@ -77,13 +77,6 @@ class Store:
         assert self.tier.close(TIMEOUT_S)
 
 
-@pytest.fixture
-def own(tmp_path):
-    server = RedisServer(tmp_path)
-    yield server
-    server.kill()
-
-
 def test_what_was_put_is_asked_for_and_read(redis):
     with Store(redis.port) as store:
         assert store.ask() == [False] * 100
@@ -100,42 +93,42 @@ def test_what_was_put_is_asked_for_and_read(redis):
         assert found["stored_bytes"] > found["read_bytes"] == 100 * 12_288
 
 
-def test_a_dead_server_ends_everything_at_once_until_it_is_back(own):
-    with Store(own.port) as store:
+def test_a_dead_server_ends_everything_at_once_until_it_is_back(own_redis):
+    with Store(own_redis.port) as store:
         store.put()
-        own.kill()
+        own_redis.kill()
         assert store.ask() is None
         assert store.read() == {ReadResult.FAILED}
         assert "refused" in store.tier.as_dict()["degraded"] or "closed" in store.tier.as_dict()["degraded"]
         assert not store.tier.ask(1, LONG.chain), "nobody waits for it any more"
         assert not store.tier.put(1, LONG.chain, LONG.puts())
         assert not store.tier.delete(LONG.chain.ids)
-        own.start()
+        own_redis.start()
         wait_until(lambda: not store.tier.breaker.is_open)
         assert store.ask() == [False] * 100, "it was empty"
         assert store.put() == [None] * 100
         assert store.read() == {ReadResult.OK}
 
 
-def test_a_stopped_server_costs_a_deadline_once(own):
-    with Store(own.port) as store:
+def test_a_stopped_server_costs_a_deadline_once(own_redis):
+    with Store(own_redis.port) as store:
         store.put()
-        own.pause()
+        own_redis.pause()
         with no_answer_after(1.0):
             assert store.ask() is None
             assert store.read() == {ReadResult.FAILED}
             assert store.tier.breaker.num_opened == 1
             assert store.tier.breaker.error.endswith("no answer in time")
-        own.resume()
+        own_redis.resume()
         wait_until(lambda: not store.tier.breaker.is_open)
         assert store.read() == {ReadResult.OK}
 
 
-def test_a_put_into_a_dying_server_is_not_reported_as_stored(own):
-    with Store(own.port) as store:
-        own.pause()
+def test_a_put_into_a_dying_server_is_not_reported_as_stored(own_redis):
+    with Store(own_redis.port) as store:
+        own_redis.pause()
         assert store.tier.put(8, LONG.chain, LONG.puts())
-        own.kill()
+        own_redis.kill()
         (done,) = store.wait(PutsDone)
         assert all(result.error is not None for result in done.results)
         assert store.tier.as_dict()["failures"]["put"] == 1
@@ -143,21 +136,17 @@ def test_a_put_into_a_dying_server_is_not_reported_as_stored(own):
 
 def test_a_full_server_is_left_alone_for_a_while(tmp_path):
     server = RedisServer(tmp_path, "--maxmemory", "1500kb")
-    try:
-        with constants(remote_tier, FULL_S=3600.0), Store(server.port) as store:
-            errors = store.put()
-            assert errors[-1] == "OOM"
-            assert store.tier.as_dict()["full"]
-            assert not store.tier.put(9, LONG.chain, LONG.puts())
-            assert store.ask() == [error is None for error in errors]
-            assert not store.tier.breaker.is_open, "it is still read from"
-    finally:
-        server.kill()
+    with server, constants(remote_tier, FULL_S=3600.0), Store(server.port) as store:
+        errors = store.put()
+        assert errors[-1] == "OOM"
+        assert store.tier.as_dict()["full"]
+        assert not store.tier.put(9, LONG.chain, LONG.puts())
+        assert store.ask() == [error is None for error in errors]
+        assert not store.tier.breaker.is_open, "it is still read from"
 
 
 def test_a_wrong_password_is_said_and_never_shown(tmp_path):
-    server = RedisServer(tmp_path, "--requirepass", "right")
-    try:
+    with RedisServer(tmp_path, "--requirepass", "right") as server:
         with Store(server.port, password="wr0ng") as store:
             assert store.ask() is None
             found = str(store.tier.as_dict())
@@ -165,8 +154,6 @@ def test_a_wrong_password_is_said_and_never_shown(tmp_path):
             assert "wr0ng" not in found
         with Store(server.port, password="right") as store:
             assert store.ask() == [False] * 100
-    finally:
-        server.kill()
 
 
 @pytest.mark.parametrize("faults", [Faults(cut_after=200_000), Faults(lost_at=150_000), Faults(flipped_at=100_000)])
@@ -192,9 +179,9 @@ def test_batches_become_small_on_a_slow_network(redis):
         assert store.tier.as_dict()["read_seconds"]["sum"] > 0
 
 
-def test_closing_does_not_wait_for_a_stopped_server_for_ever(own):
-    store = Store(own.port)
-    own.pause()
+def test_closing_does_not_wait_for_a_stopped_server_for_ever(own_redis):
+    store = Store(own_redis.port)
+    own_redis.pause()
     with no_answer_after(2.0):
         assert store.tier.ask(1, LONG.chain)
         for read in LONG.reads():
@@ -202,7 +189,7 @@ def test_closing_does_not_wait_for_a_stopped_server_for_ever(own):
         assert store.tier.close(TIMEOUT_S)
 
 
-# -- objects -----------------------------------------------------------------------------------------------------------
+# -- objects ---------------------------------------------------------------------------------------------------------
 def test_an_object_store_that_dies_and_comes_back_without_its_bucket(monkeypatch):
     with s3_server(monkeypatch) as server, Store(server.url) as store:
         assert store.put() == [None] * 100

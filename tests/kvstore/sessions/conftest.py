@@ -1,6 +1,7 @@
 """A store of sessions: on disk, in memory, and in a Redis that servers share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,17 +14,48 @@ from tests.support.shared_sessions import DURABLE, shared_store
 
 
 @pytest.fixture(scope="session")
-def any_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"), *DURABLE)
-    yield server
-    server.kill()
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One that keeps what it has, for the fixture `redis`."""
+    with RedisServer(tmp_path_factory.mktemp("redis"), *DURABLE) as server:
+        yield server
 
 
 @pytest.fixture
-def redis(any_redis: RedisServer) -> RedisServer:
-    """Empty. A test that does something to the server starts one of its own."""
-    any_redis.ask("FLUSHALL")
-    return any_redis
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """One that a test may do something to; it keeps what it has."""
+    (tmp_path / "redis").mkdir()
+    with RedisServer(tmp_path / "redis", *DURABLE) as server:
+        yield server
+
+
+@pytest.fixture
+def share() -> Iterator[Callable[..., SessionStore]]:
+    """Opens stores of servers that share a Redis, as `shared_store`; they are closed at the end."""
+    opened: list[SessionStore] = []
+
+    def make(*args, **options) -> SessionStore:
+        opened.append(shared_store(*args, **options))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Callable[[], SessionStore]]:
+    """Opens the store of a folder, again and again; the last one is closed at the end."""
+    opened: list[SessionStore] = []
+
+    def make() -> SessionStore:
+        for store in opened:
+            store.close()
+        opened.append(disk_store(tmp_path))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
 
 
 @pytest.fixture(params=["disk", "memory", "shared"])

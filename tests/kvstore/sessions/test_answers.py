@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,7 @@ from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions import answers as answer_store
 from kvstore.sessions.answers import AnswerStore, AnswerTables, open_answers, owner_tag
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, together
 
 ROOT = Path(__file__).parents[3]
 
@@ -205,21 +206,13 @@ def test_a_file_that_cannot_be_opened_leaves_memory():
 
 
 def test_many_threads(store):
-    errors = []
-
     def work(name: int) -> None:
         for number in range(name * 1000, name * 1000 + 60):
             store.put([key(number)], ids_of(number), owner_tag("t", str(name)))
-            if store.find_ids([[key(number)]]) != [ids_of(number)]:
-                errors.append(number)
-        if name == 3 and not store.forget_owner(owner_tag("t", "3")):
-            errors.append(name)
+            assert store.find_ids([[key(number)]]) == [ids_of(number)]
+        assert name != 3 or store.forget_owner(owner_tag("t", "3"))
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, name) for name in range(4)))
     store.flush()
-    assert errors == [] and store.stats()["answers"] == 180
+    assert store.stats()["answers"] == 180
     assert store.find_ids([[key(3001)], [key(2059)]]) == [None, ids_of(2059)]

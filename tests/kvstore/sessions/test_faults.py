@@ -2,7 +2,6 @@
 
 import errno
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -30,7 +29,9 @@ from tests.children.session_child import (
     open_file,
     talk,
 )
-from tests.support.waiting import TIMEOUT_S, wait_for_work
+from tests.support.faults import largest_file
+from tests.support.store.disk_store import FaultyTransaction
+from tests.support.waiting import TIMEOUT_S, together, wait_for_work
 
 CHILD = Path(__file__).parents[2] / "children/session_child.py"
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -38,14 +39,14 @@ KEY = SessionKey(TENANT, "red")
 
 
 class Faulty:
-    """An LMDB environment whose nth operation fails, each once more under `repeat`; counts commits on the way."""
+    """An LMDB environment whose nth operation fails."""
 
     def __init__(self, env, plan) -> None:
         self._env, self._plan = env, plan
 
     def begin(self, write=False, buffers=False):
         self._plan.step(write)
-        return FaultyTxn(self._env.begin(write=write, buffers=buffers), self._plan, write)
+        return FaultyTransaction(self._env.begin(write=write, buffers=buffers), lambda _: self._plan.step(write))
 
     def set_mapsize(self, size):
         self._plan.step(True)
@@ -58,36 +59,12 @@ class Faulty:
         return getattr(self._env, name)
 
 
-class FaultyTxn:
-    def __init__(self, txn, plan, write) -> None:
-        self._txn, self._plan, self._write = txn, plan, write
-
-    def __enter__(self):
-        self._txn.__enter__()
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is None and self._write:
-            try:
-                self._plan.step(True)
-            except BaseException as fault:
-                self._txn.__exit__(type(fault), fault, None)
-                raise
-            self._plan.num_commits += self._plan.armed
-        return self._txn.__exit__(kind, error, trace)
-
-    def __getattr__(self, name):
-        if name in ("get", "put", "delete", "cursor"):
-            self._plan.step(self._write)
-        return getattr(self._txn, name)
-
-
 class Plan:
     """Raises `fault` at the nth write operation, and `times` - 1 times after it. Reads pass."""
 
     def __init__(self, fault=None, nth=0, times=1) -> None:
         self.fault, self.nth, self.times = fault, nth, times
-        self.armed, self.count, self.num_fired, self.num_commits = False, 0, 0, 0
+        self.armed, self.count, self.num_fired = False, 0, 0
 
     def step(self, write: bool) -> None:
         if not self.armed or not write:
@@ -116,11 +93,11 @@ FAULTS = {
 def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, times, request):
     """Each n: a fresh store, a few changes that wait together, the nth operation fails. Until n is past the last.
 
-    Without `--long` EIO comes at each operation, and the others at one of three, not all at the same ones.
+    Without `--long` each operation meets one of the faults that come once, and every third one of those that stay.
     """
     key, new, gone = (SessionKey(TENANT, name) for name in ("red", "new", "gone"))
-    step = 9 if times > 1 else 1 if fault == "EIO" or request.config.getoption("--long") else 3
-    nth, fired = 0 if step == 1 else list(FAULTS).index(fault) % step + 1 - step, True
+    step = 1 if request.config.getoption("--long") else len(FAULTS) * (3 if times > 1 else 1)
+    nth, fired = list(FAULTS).index(fault) % step + 1 - step, True
     while fired:
         nth += step
         plan = Plan(FAULTS[fault], nth, times)
@@ -156,13 +133,11 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
         store.close()
 
 
-def test_a_file_that_may_not_grow_is_what_a_full_disk_is(tmp_path):
+def test_a_file_that_may_not_grow_is_what_a_full_disk_is(on_disk):
     """The real thing: LMDB's own writes fail, in the middle of a commit."""
-    store = disk_store(tmp_path)
+    store = on_disk()
     turns = talk(store, KEY, 2)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
-    try:
+    with largest_file(1 << 18):
         with pytest.raises(DegradedError, match="disk failed"):
             for number in range(3, 1000):
                 store.commit_turn(KEY, make_turn("red", number)).wait()
@@ -171,8 +146,6 @@ def test_a_file_that_may_not_grow_is_what_a_full_disk_is(tmp_path):
         with pytest.raises(DegradedError, match="disk failed"):
             store.commit_turn(KEY, make_turn("red", len(turns) + 1, token_ids=range(10**5))).wait()
         assert content(store.load(KEY)) == expected(turns)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     turns = talk(store, KEY, len(turns) + 1)
     assert content(store.load(KEY)) == expected(turns)
     assert store.upkeep.check().problems == ()
@@ -211,26 +184,24 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path, monkeypatch, step):
     store.close()
 
 
-def test_deletions_are_resumed_and_files_are_private(tmp_path):
-    store = disk_store(tmp_path)
+def test_deletions_are_resumed_and_files_are_private(tmp_path, on_disk):
+    store = on_disk()
     turns = talk(store, KEY, 3)
     tombstone = store.delete(KEY).wait()
     talk(store, SessionKey(TENANT, "green"), 1)
-    store.close()
     (tmp_path / "sessions.compact").mkdir()  # left behind by a compaction that was cut off
     (tmp_path / "sessions.compact" / "data.mdb").write_text("deleted text")
-    store = disk_store(tmp_path)
+    store = on_disk()
     assert store.upkeep.pending_deletions() == [tombstone]
     assert set(tombstone.block_ids) == {b for turn in turns for b in turn.chain}
     assert not (tmp_path / "sessions.compact").exists()
     paths = [*tmp_path.iterdir(), *(tmp_path / "sessions").iterdir()]
     modes = {path.name: path.stat().st_mode & 0o777 for path in paths}
     assert modes == {"sessions": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
-    store.close()
 
 
-def test_compaction_leaves_no_deleted_text_and_all_else(tmp_path):
-    store = disk_store(tmp_path)
+def test_compaction_leaves_no_deleted_text_and_all_else(tmp_path, on_disk):
+    store = on_disk()
     secret, other = SessionKey(TENANT, "secret"), SessionKey(TENANT, "green")
     said = [{"role": "user", "content": "my pin is 4711 " * 300}]
     store.commit_turn(secret, make_turn("secret", 1, messages=said)).wait()
@@ -246,31 +217,28 @@ def test_compaction_leaves_no_deleted_text_and_all_else(tmp_path):
     assert content(store.load(other)) == expected(turns)
     assert store.upkeep.pending_deletions() == [tombstone]
     assert talk(store, other, 31)
-    store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
 
 
-def test_compaction_between_readers_and_writers(tmp_path):
-    store = disk_store(tmp_path)
+def test_compaction_between_readers_and_writers(on_disk):
+    store = on_disk()
     talk(store, KEY, 3)
-    stop, wrong = threading.Event(), []
+    stop = threading.Event()
 
     def read() -> None:
         while not stop.is_set():
-            if content(store.load(KEY, 3)) != expected([make_turn("red", n) for n in (1, 2, 3)]):
-                wrong.append("other content")
+            assert content(store.load(KEY, 3)) == expected([make_turn("red", n) for n in (1, 2, 3)])
 
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for number in range(4, 12):
-        store.commit_turn(KEY, make_turn("red", number))
-        store.upkeep.compact()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert (wrong, store.head(KEY).num_turns) == ([], 11)
-    store.close()
+    def change() -> None:
+        try:
+            for number in range(4, 12):
+                store.commit_turn(KEY, make_turn("red", number))
+                store.upkeep.compact()
+        finally:
+            stop.set()
+
+    together(change, read, read, read)
+    assert store.head(KEY).num_turns == 11
 
 
 @pytest.mark.parametrize("kind", ["turn", "head", "tombstone"])
@@ -302,10 +270,10 @@ def child(*arguments: object) -> subprocess.Popen:
 
 
 def test_killed_at_any_moment_every_acknowledged_turn_is_there(tmp_path):
-    """15 lives of a process that is killed at random; the log of its acknowledgements is what must be there."""
+    """10 lives of a process that is killed at random; the log of its acknowledgements is what must be there."""
     rng = random.Random(11)
     log = tmp_path / "log"
-    for _ in range(15):
+    for _ in range(10):
         size = log.stat().st_size if log.exists() else 0
         process = child("commit", tmp_path / "sessions", log)
         wait_for_work(process, log, size)
@@ -344,7 +312,7 @@ def test_flipped_bits_in_the_file_give_no_wrong_answer(tmp_path):
     whole = file.read_bytes()
     (tmp_path / "turns").write_text("12")
     seen = ""
-    for _ in range(12):
+    for _ in range(8):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 20))):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)

@@ -1,6 +1,5 @@
 """Sessions: what is stored comes back, on disk and in memory alike; and a random machine against plain dicts."""
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -172,19 +171,39 @@ def test_a_closed_store_says_so(tmp_path):
                 call()
 
 
-def test_a_forked_child_is_refused(store):
-    create(store, KEY).wait()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            store.load(KEY)
-        except StoreError as error:
-            code = 0 if "forked" in str(error) else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert store.exists(KEY)
+# -- what stays in memory --------------------------------------------------------------------------------------------
+def there(store, names: str) -> str:
+    return "".join(name for name in names if store.exists(SessionKey(TENANT, name)))
+
+
+@pytest.fixture
+def recent():
+    """In memory, which holds three."""
+    store = SessionStore(None, max_sessions=3)
+    yield store
+    assert store.upkeep.check().problems == ()
+    store.close()
+
+
+def test_memory_drops_what_was_used_longest_ago(recent):
+    for name in "abc":
+        talk(recent, SessionKey(TENANT, name), 2)
+    recent.load(SessionKey(TENANT, "a"))
+    talk(recent, SessionKey(TENANT, "d"), 1)
+    assert there(recent, "abcd") == "acd"
+    recent.delete(SessionKey(TENANT, "c")).wait()
+    talk(recent, SessionKey(TENANT, "e"), 1)
+    assert there(recent, "abcde") == "ade"
+    assert recent.stats()["dropped"] == 1
+
+
+def test_a_turn_is_a_use(recent):
+    for name in "abc":
+        talk(recent, SessionKey(TENANT, name), 1)
+    talk(recent, SessionKey(TENANT, "a"), 2)
+    recent.set_ttl(SessionKey(TENANT, "b"), 5).wait()
+    talk(recent, SessionKey(TENANT, "d"), 1)
+    assert there(recent, "abcd") == "abd"
 
 
 class Machine(RuleBasedStateMachine):
@@ -263,4 +282,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+TestMachine.settings = settings(max_examples=15, stateful_step_count=20, suppress_health_check=list(HealthCheck))

@@ -1,6 +1,5 @@
 """Groups of changes: one transaction each, a refusal that costs no other change, and what a full disk leaves whole."""
 
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +9,10 @@ import pytest
 from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.storage import DiskTables
-from kvstore.sessions.tables import COUNTERS, TURNS
+from kvstore.sessions.tables import COUNTERS
 from kvstore.sessions.transactions import SessionTransactions
-from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, open_file, talk
-from tests.support.session_tables import tables_of
+from tests.children.session_child import TENANT, content, expected, make_turn, open_file, talk
+from tests.support.faults import largest_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY = SessionKey(TENANT, "red")
@@ -58,16 +57,6 @@ def one_group(transactions) -> Iterator[None]:
     first.wait(TIMEOUT_S)
 
 
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def counts(transactions, *which: str) -> tuple[int, ...]:
     found = transactions.stats()
     return tuple(found[name] for name in which)
@@ -97,19 +86,17 @@ def test_a_compaction_keeps_its_place_among_the_changes(transactions, tmp_path):
     assert counts(transactions, "commits", "failed", "largest_group") == (4, 0, 1)
 
 
-def test_the_map_grows_when_it_is_full(tmp_path):
-    store = disk_store(tmp_path)
+def test_the_map_grows_when_it_is_full(on_disk):
+    store = on_disk()
     turns = []
     for number in range(1, 40):
         turns.append(make_turn("red", number, messages=[{"role": "user", "content": f"{number}" * 40_000}]))
         store.commit_turn(KEY, turns[-1]).wait()
     assert store.stats()["grown"] >= 2
     assert content(store.load(KEY)) == expected(turns)
-    store.close()
-    store = disk_store(tmp_path)
+    store = on_disk()
     assert content(store.load(KEY)) == expected(turns)
     talk(store, KEY, 41)
-    store.close()
 
 
 def test_of_a_group_only_what_is_too_large_for_the_disk_fails(transactions, outcomes):
@@ -136,18 +123,3 @@ def test_closing_carries_out_what_waits_and_then_nothing_is_read(tmp_path):
     for call in (lambda: one.read(lambda view: None), lambda: one.submit(refuse), one.compact):
         with pytest.raises(StoreError, match="is closed"):
             call()
-
-
-def test_damage_is_noted_by_session_and_the_error_says_what_is_whole(tmp_path):
-    store = disk_store(tmp_path)
-    talk(store, KEY, 3)
-    talk(store, SessionKey(TENANT, "green"), 1)
-    with tables_of(store) as view:
-        place, value = list(view.scan(TURNS))[1]
-        view.put(TURNS, place, value[:50] + bytes([value[50] ^ 4]) + value[51:])
-    assert store.transactions.damaged == frozenset()
-    with pytest.raises(StoreError, match="session red is damaged"):
-        store.load(KEY)
-    assert store.transactions.damaged == {store.head(KEY).number} and store.stats()["damaged"] == 1
-    assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
-    store.close()

@@ -1,21 +1,6 @@
 """When a disk that failed is tried again: after a longer while each time, and at once after it has worked."""
 
-import pytest
-
-from kvstore.store.disk_health import FIRST_RETRY_S, LAST_RETRY_S, Backoff, DiskHealth
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
+from kvstore.store.write_back import FIRST_RETRY_S, LAST_RETRY_S, Backoff, DiskHealth
 
 
 def test_each_failure_doubles_the_wait_up_to_the_last(clock):

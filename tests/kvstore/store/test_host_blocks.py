@@ -10,10 +10,10 @@ from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.fence import Fence
 from kvstore.store.host_blocks import HostBlocks
+from kvstore.store.progress import Fence
 from tests.support.store.host import chain, payload
 from tests.support.waiting import TIMEOUT_S, wait_until
 

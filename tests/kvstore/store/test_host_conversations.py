@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.store.host_conversations import REST_S, HostConversations
 
 ROOT = b"root"

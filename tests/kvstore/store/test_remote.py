@@ -1,22 +1,38 @@
-"""The remote tier as the store sees it, without a disk: what is asked, read, missing and deleted there."""
+"""The remote tier as the store sees it, without a disk: what is known to be there and for how long a request waits to
+hear it, what is read and deleted, and what goes there from disk or from memory.
+"""
 
 import pytest
 
+from kvstore.blocks.records import ReadResult
 from kvstore.memory.tier import ArenaBlockState
-from kvstore.remote.tier import RemoteTier
-from kvstore.store import remote_contents
-from kvstore.store.matching import choose
+from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteTier
+from kvstore.store import remote
+from kvstore.store.control_plane import choose
 from kvstore.store.prefetch import Prefetcher
-from kvstore.store.reads import DiskReads
-from kvstore.store.remote import RemoteBlocks, RemoteSource
+from kvstore.store.remote import (
+    KNOWN_S,
+    MOST_DELETES,
+    MOST_KNOWN,
+    RemoteBlocks,
+    RemoteContents,
+    RemoteDeletes,
+    RemoteSource,
+)
+from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
 from kvstore.store.requests import Requests
-from kvstore.store.stored import Identity, StoredBlocks
+from kvstore.store.stored import DiskReads, Identity, StoredBlocks
 from tests.support.faults import constants
-from tests.support.store.memory_shared import MemoryShared
+from tests.support.store.memory_shared import MemoryShared, ended
 from tests.support.store.prefetch_bench import SIZE, Bench
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 PAYLOAD = b"12345678"
+
+
+def end(tier: RemoteTier, shared: MemoryShared) -> None:
+    shared.may_answer.set()
+    assert tier.close(TIMEOUT_S)
 
 
 class RemoteBench(Bench):
@@ -65,10 +81,8 @@ class RemoteBench(Bench):
 @pytest.fixture
 def bench():
     found = RemoteBench()
-    with constants(remote_contents, ANSWER_S=1000.0):  # of the threads' clock; the bench's stands still
-        yield found
-    found.shared.may_answer.set()
-    assert found.tier.close(TIMEOUT_S)
+    yield found
+    end(found.tier, found.shared)
 
 
 def test_what_is_there_is_read_for_whoever_asked(bench):
@@ -115,3 +129,337 @@ def test_a_tier_that_is_away_is_said_and_nobody_waits(bench):
     assert not bench.remote.is_asking(later, is_next=True) and bench.stats.remote_read == 0
     for one in (request, later):
         bench.remove(one)
+
+
+# -- what is known ---------------------------------------------------------------------------------------------------
+ANSWER_S = 1000.0  # by the clock of these tests; by that of the threads which ask it is never over
+
+
+@pytest.fixture(autouse=True)
+def answer_s():
+    with constants(remote, ANSWER_S=ANSWER_S):
+        yield
+
+
+class Contents(RemoteContents):
+    """With a clock of its own, and who was answered."""
+
+    def __init__(self, always: bool = False) -> None:
+        self.now_s, self.told = 0.0, []
+        self.shared = MemoryShared()
+        self.tier = RemoteTier(self.shared, lambda: None)
+        self.bench = Bench(8)
+        super().__init__(self.tier, lambda: self.now_s, self.told.append, always)
+
+    def hear(self) -> None:
+        (asked,) = ended(self.tier, Asked)
+        self.asked(asked)
+
+
+@pytest.fixture
+def contents():
+    found = Contents()
+    yield found
+    end(found.tier, found.shared)
+
+
+def test_what_is_there_is_known_and_who_asked_is_told(contents):
+    request = contents.bench.request(5, stored=False)
+    contents.shared.blocks = dict.fromkeys(request.chain[:3], b"")
+    contents.ask(request)
+    assert contents.is_asking(request)
+    contents.hear()
+    assert [contents.contains(one) for one in request.chain] == [True] * 3 + [False] * 2
+    assert contents.told == [request] and not contents.is_asking(request)
+    assert len(contents) == 3
+    contents.lose(request.chain[2:])
+    assert [contents.contains(one) for one in request.chain] == [True] * 2 + [False] * 3
+
+
+def test_nobody_waits_for_long_and_a_late_answer_is_known_all_the_same(contents):
+    request = contents.bench.request(2, stored=False)
+    contents.shared.blocks = dict.fromkeys(request.chain, b"")
+    contents.shared.may_answer.clear()
+    contents.ask(request)
+    contents.now_s += ANSWER_S / 2
+    assert contents.is_asking(request)
+    contents.now_s += ANSWER_S
+    assert not contents.is_asking(request)
+    contents.shared.may_answer.set()
+    contents.hear()
+    assert contents.told == []
+    assert all(map(contents.contains, request.chain))
+
+
+def test_nobody_waits_where_another_has_waited_in_vain(contents):
+    first, second = contents.bench.request(1, stored=False), contents.bench.request(2, stored=False)
+    contents.shared.may_answer.clear()
+    contents.ask(first)
+    wait_until(lambda: contents.tier.asks.running_s > 0.1)
+    with constants(remote, ANSWER_S=0.1):
+        contents.ask(second)
+    assert contents.is_asking(second, is_next=False), "while it is in the queue, it may hear a late answer"
+    assert contents.is_asking(first) and not contents.is_asking(second)
+    contents.shared.may_answer.set()
+    assert len(ended(contents.tier, Asked, 2)) == 2
+    wait_until(lambda: contents.tier.asks.running_s == 0.0)
+    contents.shared.may_answer.clear()
+    contents.ask(first)
+    assert contents.is_asking(first), "it answers again"
+
+
+def test_a_request_in_the_queue_hears_a_late_answer(contents):
+    """Looking what can be read ahead for it gives up no question: only the scheduler does."""
+    bench = contents.bench
+    bench.requests.is_asking = contents.is_asking
+    request = bench.request(4, stored=False)
+    bench.disk.stored |= set(request.chain[:2])
+    contents.shared.blocks = dict.fromkeys(request.chain, b"")
+    contents.shared.may_answer.clear()
+    contents.ask(request)
+    contents.now_s += 2 * ANSWER_S
+    bench.arrive(request)
+    assert not request.wanted.arena_blocks, "what is read ahead would end where the disk's blocks end"
+    contents.shared.may_answer.set()
+    contents.hear()
+    assert contents.told == [request]
+    bench.prefetcher.landed()
+    bench.prefetcher.poll()
+    assert len(request.wanted.arena_blocks) == 2
+    bench.remove(request)
+
+
+def test_what_was_heard_long_ago_or_is_behind_an_open_breaker_is_not_believed(contents):
+    request = contents.bench.request(1, stored=False)
+    contents.learn(request.chain[0])
+    contents.now_s += KNOWN_S - 1
+    assert contents.contains(request.chain[0])
+    contents.now_s += 2
+    assert not contents.contains(request.chain[0])
+    contents.learn(request.chain[0])
+    contents.shared.fails = "away"
+    contents.ask(request)
+    contents.hear()
+    assert contents.told == [request], "that there is no answer is one, too"
+    assert not contents.contains(request.chain[0])
+    contents.ask(request)
+    assert not contents.is_asking(request)
+    contents.shared.fails = None
+    wait_until(lambda: not contents.tier.breaker.is_open)
+    assert contents.contains(request.chain[0])
+
+
+def test_a_block_that_is_not_there_any_more_is_unlearned(contents):
+    request = contents.bench.request(2, stored=False)
+    contents.learn(request.chain[1])
+    contents.ask(request)
+    contents.hear()
+    assert not contents.contains(request.chain[1])
+
+
+def test_it_always_waits_where_everything_is_to_be_loaded():
+    contents = Contents(always=True)
+    request = contents.bench.request(1, stored=False)
+    contents.shared.may_answer.clear()
+    contents.ask(request)
+    contents.now_s += 1e6
+    assert contents.is_asking(request)
+    contents.shared.may_answer.set()
+    contents.hear()
+    assert not contents.is_asking(request)
+    assert contents.tier.close(TIMEOUT_S)
+
+
+def test_what_is_known_is_bounded(contents):
+    for number in range(MOST_KNOWN + 5):
+        contents.learn(number.to_bytes(32, "big"))
+    assert len(contents) == MOST_KNOWN
+    assert [contents.contains(number.to_bytes(32, "big")) for number in (4, 5)] == [False, True]
+
+
+# -- deletions -------------------------------------------------------------------------------------------------------
+IDS = [bytes([i]) * 32 for i in range(5)]
+
+
+@pytest.fixture
+def shared():
+    return MemoryShared()
+
+
+@pytest.fixture
+def tier(shared):
+    tier = RemoteTier(shared, lambda: None)
+    yield tier
+    end(tier, shared)
+
+
+def test_what_is_confirmed_is_gone(shared, tier):
+    shared.blocks = dict.fromkeys(IDS, b"")
+    deletes = RemoteDeletes(tier)
+    deletes.add(IDS[:3])
+    assert deletes.in_flight() and IDS[0] in deletes and IDS[3] not in deletes
+    shared.may_answer.clear()
+    deletes.pump()
+    deletes.add(IDS[3:4])
+    assert deletes.has_some({IDS[0]}) and deletes.has_some({IDS[3]}) and not deletes.has_some({IDS[4]})
+    shared.may_answer.set()
+    deletes.done(*ended(tier, DeleteDone))
+    assert not deletes.has_some(set(IDS[:3])) and deletes.has_some(set(IDS))
+    deletes.pump()
+    deletes.done(*ended(tier, DeleteDone))
+    assert not deletes.in_flight() and set(shared.blocks) == {IDS[4]}
+
+
+def test_what_fails_is_tried_again_when_it_answers(shared, tier):
+    shared.blocks = dict.fromkeys(IDS, b"")
+    shared.fails = "away"
+    deletes = RemoteDeletes(tier)
+    deletes.add(IDS)
+    deletes.pump()
+    deletes.done(*ended(tier, DeleteDone))
+    assert deletes.has_some({IDS[0]}), "it is not forgotten"
+    assert not deletes.in_flight(), "but nothing can be done about it now"
+    deletes.pump()
+    assert tier.completed() == []
+    shared.fails = None
+    wait_until(lambda: not tier.breaker.is_open)
+    assert deletes.in_flight()
+    deletes.pump()
+    deletes.done(*ended(tier, DeleteDone))
+    assert not deletes.in_flight() and not shared.blocks and not deletes.has_some(set(IDS))
+
+
+def test_what_waits_is_bounded_and_the_oldest_is_left_to_its_time_to_live(shared, tier):
+    shared.fails = "away"
+    deletes = RemoteDeletes(tier)
+    deletes.add(IDS[:1])
+    deletes.add(number.to_bytes(32, "big") for number in range(1, MOST_DELETES))
+    assert IDS[0] in deletes
+    deletes.add(IDS[1:2])
+    assert IDS[0] not in deletes and IDS[1] in deletes
+
+
+# -- stores ----------------------------------------------------------------------------------------------------------
+NUM_ARENA_BLOCKS = 32
+
+
+class Stores(RemoteStores):
+    """block_bytes: of each arena block, all of them the first byte of the block's id."""
+
+    def __init__(self, has_disk: bool = True, block_bytes: int = 8) -> None:
+        self.now_s, self.broken = 0.0, set[bytes]()
+        self.shared = MemoryShared()
+        self.tier = RemoteTier(self.shared, lambda: None)
+        self.bench = Bench(NUM_ARENA_BLOCKS)
+        view = lambda arena_block: memoryview(bytes([arena_block]) * block_bytes)  # noqa: E731
+        super().__init__(
+            self.tier, self.bench.cpu, self.bench.stored, self._read_block if has_disk else None, view,
+            lambda: self.now_s,
+        )  # fmt: skip
+
+    def _read_block(self, record, into):
+        into[:] = record.block_id[:1] * len(into)
+        return ReadResult.CORRUPT if record.block_id in self.broken else ReadResult.OK
+
+    def offered(self, num_blocks: int, num_known: int = 0, stored: bool = True):
+        request = self.bench.request(num_blocks, stored=stored)
+        self.offer(request, set(request.chain[:num_known]).__contains__)
+        return request
+
+    def move(self) -> list[bytes]:
+        """Until nothing moves; returns what is there."""
+        stored = []
+        self.pump()
+        while self._batches:
+            for done in ended(self.tier, PutsDone):
+                stored += self.put_done(done)
+            self.pump()
+        return stored
+
+    def in_memory(self, request, end: int | None = None):
+        """Its blocks are in the CPU tier, and READY."""
+        for index in range(len(request.chain[:end])):
+            arena_block = self.bench.cpu.reserve()
+            assert self.bench.cpu.announce(arena_block, self.bench.stored.record(request, index))
+            self.bench.cpu.publish(arena_block)
+            self.bench.cpu.release(arena_block)
+
+
+@pytest.fixture
+def stores():
+    found = Stores()
+    yield found
+    end(found.tier, found.shared)
+
+
+def test_a_chain_goes_from_disk_as_far_as_it_is_not_known_to_be_there(stores):
+    request = stores.offered(6, num_known=2)
+    assert stores.num_waiting == 4 and not stores.is_drained
+    assert stores.move() == request.chain[2:]
+    assert stores.shared.blocks == {one: one[:1] * 8 for one in request.chain[2:]}
+    assert stores.is_drained and stores.num_dropped == stores.num_waiting == 0
+    stores.offered(3, num_known=3)
+    assert stores.is_drained
+
+
+def test_batches_begin_where_groups_do():
+    stores = Stores(block_bytes=1 << 20)  # four to a batch
+    stores.offered(11, num_known=2)
+    stores.move()
+    assert stores.shared.batches == [[2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert stores.tier.close(TIMEOUT_S)
+
+
+def test_what_is_not_on_disk_yet_is_waited_for_but_not_for_ever(stores):
+    request = stores.offered(4, stored=False)
+    stores.bench.disk.stored |= set(request.chain[:2])
+    stores.in_memory(request)
+    assert stores.move() == request.chain[:2]
+    assert stores.num_waiting == 2
+    stores.bench.disk.stored.add(request.chain[2])
+    assert stores.move() == request.chain[2:3]
+    stores.now_s += OFFER_S + 1
+    assert stores.move() == []
+    assert (stores.num_waiting, stores.num_dropped) == (0, 1)
+
+
+def test_what_is_gone_or_damaged_is_counted_and_the_rest_goes(stores):
+    request = stores.offered(4)
+    stores.broken = {request.chain[1]}
+    assert stores.move() == [request.chain[0], *request.chain[2:]]
+    assert stores.num_dropped == 1
+    stores.offered(3, stored=False)
+    assert stores.move() == []
+    assert (stores.num_dropped, stores.num_waiting) == (4, 0)
+
+
+def test_what_a_store_refuses_is_counted_and_offered_again(stores):
+    request = stores.offered(3)
+    stores.shared.fails = "away"
+    assert stores.move() == []
+    assert stores.num_dropped == 3 and stores.is_drained
+    for _ in range(MOST_OFFERS):
+        stores.offer(request, lambda block_id: False)
+    assert stores.num_dropped == 3
+    stores.offer(request, lambda block_id: False)
+    assert stores.num_dropped == 6, "there are enough"
+    assert stores.is_drained, "nothing can be done now"
+
+
+def test_without_a_disk_arena_blocks_are_lent_and_come_back():
+    stores = Stores(has_disk=False)
+    request = stores.offered(10, stored=False)
+    stores.in_memory(request)
+    stores.shared.may_answer.clear()
+    stores.pump()
+    pool = stores.bench.cpu.pool
+    arena_blocks = [stores.bench.cpu.arena_block_of(one) for one in request.chain]
+    assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [1] * 4 + [0] * 6, "an eighth of them"
+    stores.pump()
+    assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [1] * 4 + [0] * 6
+    stores.shared.may_answer.set()
+    assert stores.move() == request.chain
+    assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [0] * 10
+    assert all(stores.bench.cpu.state(arena_block) is ArenaBlockState.READY for arena_block in arena_blocks)
+    assert set(map(len, stores.shared.blocks.values())) == {8}
+    assert stores.tier.close(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Which tokens of a step are saved and where to, and how the holes of what was not saved are closed."""
+"""Which tokens of a step are saved and where to, how holes of what was not saved are closed, and how steps end."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_of_two_that_fill_the_same_block_over_the_same_steps_one_is_found(made):
     made.check_idle()
 
 
-# -- blocks without a name ---------------------------------------------------------------------------------------------
+# -- blocks without a name -------------------------------------------------------------------------------------------
 def test_a_block_is_saved_when_its_last_token_is_known(made):
     request, named = made.computed(1, num_named=0), made.request(1, stored=False)
     made.save((request, 0, SIZE))
@@ -87,7 +87,7 @@ def test_a_request_that_leaves_before_its_block_has_a_name_saves_nothing(made):
     made.check_idle()
 
 
-# -- what is not saved -------------------------------------------------------------------------------------------------
+# -- what is not saved -----------------------------------------------------------------------------------------------
 def test_a_full_tier_ends_the_saving_of_a_request_until_there_is_room_for_its_hole():
     made = SaveBench(2)
     holder = made.computed(1)
@@ -169,3 +169,59 @@ def test_a_block_that_was_begun_in_a_step_that_failed_is_dropped(made):
     assert made.save((request, 3, 1)) == [] and made.stats.dropped_saves == 1
     made.ended(request)
     made.check_idle()
+
+
+# -- steps in flight: none ends before an earlier one, whatever its blocks still wait for ----------------------------
+@pytest.fixture(params=[True, False], ids=["kept", "staged"])
+def steps(request):
+    return SaveBench(8, keep=request.param)
+
+
+def answering(made: SaveBench):
+    """A request whose last block is full in the next step, but has no name yet; and the function that names it."""
+    request, named = made.computed(1, num_named=0), made.request(1, stored=False)
+    made.save((request, 0, SIZE - 1))
+
+    def name() -> None:
+        request.chain.extend(named.chain)
+        made.saver.name_full_blocks()
+        made.steps.end_steps()
+
+    return request, name
+
+
+def all_end(made: SaveBench, *requests) -> None:
+    for request in requests:
+        made.ended(request)
+    made.check_idle()
+
+
+def test_what_builds_on_a_block_that_is_lost_is_lost_while_another_block_of_its_step_waits_for_its_name(steps):
+    """A step with a request whose token is not known yet: it is left out of the steps that follow."""
+    answer, name = answering(steps)
+    prompt = steps.computed(2)
+    steps.save((answer, SIZE - 1, 1), (prompt, 0, SIZE), succeeded=False)
+    steps.save((prompt, SIZE, SIZE))
+    name()
+    assert steps.landed == [] and steps.is_saved(prompt) == [False, False]
+    all_end(steps, answer, prompt)
+
+
+def test_a_block_is_not_saved_if_a_step_that_computed_some_of_it_has_failed_beside_a_nameless_one(steps):
+    answer, name = answering(steps)
+    prompt = steps.computed(1)
+    steps.save((answer, SIZE - 1, 1), (prompt, 0, SIZE - 1), succeeded=False)
+    steps.save((prompt, SIZE - 1, 1))
+    name()
+    assert steps.landed == [] and steps.is_saved(prompt) == [False]
+    all_end(steps, answer, prompt)
+
+
+def test_others_do_not_wait_for_the_name_of_a_block(steps):
+    answer, name = answering(steps)
+    prompt = steps.computed(1)
+    steps.save((answer, SIZE - 1, 1), (prompt, 0, SIZE))
+    assert steps.landed == prompt.chain
+    name()
+    assert steps.landed == [*prompt.chain, *answer.chain] and len(steps.landed) == 2
+    all_end(steps, answer, prompt)

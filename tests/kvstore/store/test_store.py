@@ -1,4 +1,6 @@
-"""What the store does when something unforeseen goes wrong, what it forgets, and what it does without its index."""
+"""What the store does when something unforeseen goes wrong, what it forgets, what it does without its index; and the
+connector of a step that is cut off, or of a store that is closed.
+"""
 
 import threading
 import time
@@ -12,8 +14,11 @@ from kvstore.blocks.records import Evict
 from kvstore.connector import NullConnector
 from kvstore.disk.format import WriteError
 from kvstore.disk.tier import DiskTier, WriteOutcome
+from kvstore.errors import StoreError
+from kvstore.store.saving import StepTransfers
+from kvstore.store.tiered import TieredConnector
 from tests.support.engines import ask, cached, check_closed, counters, evict_cpu, open_engine, settle, tokens
-from tests.support.faults import disk_that, reads_that
+from tests.support.faults import disk_that, reads_that, stuck_disk
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 BLOCKS = 6  # of a prompt of 100 tokens
@@ -242,3 +247,52 @@ def test_an_index_of_a_file_that_was_put_aside_is_dropped(model, stored):
         settle(engine)
         assert engine.stats()["disk"]["blocks"] == 0
         assert cached(ask(engine, tokens(11, 100)))[2] == 0
+
+
+# -- the connector ---------------------------------------------------------------------------------------------------
+def test_a_step_that_is_cut_off_after_it_was_planned_holds_nothing(engine, monkeypatch):
+    """Between the store's plan and the moment when the engine has it."""
+    plan = TieredConnector.build_connector_meta
+
+    def cut_off(connector, spans):
+        plan(connector, spans)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TieredConnector, "build_connector_meta", cut_off)
+        with pytest.raises(MemoryError):
+            ask(engine, tokens(8, 100))
+    assert not engine.connector.parts.store.steps.by_ticket
+    with engine.connector.parts.lock:
+        assert not engine.connector.parts.cpu.pool.cached_blocks(), "blocks that will never come"
+
+
+def test_a_step_that_has_begun_is_not_dropped_by_the_failure_of_another(engine):
+    store = engine.connector.parts.store
+    with engine.connector.parts.lock:
+        store.steps.by_ticket[1001] = step = StepTransfers()
+        store.steps.begun(1001)
+        store.steps.drop_unbegun()
+        assert store.steps.by_ticket == {1001: step}
+        del store.steps.by_ticket[1001]
+
+
+def test_flush_ends_when_the_store_is_closed(model, tmp_path):
+    raised = []
+
+    def flush():
+        try:
+            engine.connector.upkeep.flush()
+        except StoreError as error:
+            raised.append(str(error))
+
+    with stuck_disk() as go:
+        engine = open_engine(model, tmp_path / "store")
+        ask(engine, tokens(13, 100))
+        flushing = threading.Thread(target=flush)
+        flushing.start()
+        time.sleep(0.1)
+        engine.close()
+        flushing.join()
+        go.set()
+    assert len(raised) == 1 and "closed" in raised[0]

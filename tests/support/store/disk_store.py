@@ -1,16 +1,41 @@
-"""A disk tier to be opened again and again, reads that check what they get, and operations that fail on demand."""
+"""Blocks whose bytes follow from their number; a disk tier that is opened again and again; operations that fail."""
 
+import random
 from contextlib import ExitStack
 from pathlib import Path
 
 import lmdb
 
-from kvstore.blocks.records import ReadResult
+from kvstore.blocks.ids import child_block_id, token_bytes
+from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.tier import DiskTier
-from tests.children.disk_child import MIB, PAYLOAD_BYTES, payload, put, record
 
+PAYLOAD_BYTES = 6000
+CHAIN = 8  # blocks of one conversation
+FINGERPRINT = b"f" * 32
+MIB = 1 << 20
 CAPACITY = 16 * MIB
+
+
+def record(number: int, fingerprint: bytes = FINGERPRINT) -> BlockRecord:
+    """Block `number`: of conversation number // CHAIN, whose blocks build on each other."""
+    parent, first = b"%032d" % (number // CHAIN), number - number % CHAIN
+    for i in range(first, number):
+        parent = child_block_id(parent, token_bytes([i] * 16))
+    tokens = token_bytes([number] * 16)
+    return BlockRecord(
+        child_block_id(parent, tokens), parent, tokens, fingerprint, "tenant", f"model {number % 3}", 1.0
+    )
+
+
+def payload(number: int, size: int = PAYLOAD_BYTES) -> bytes:
+    """Half noise, half text that compresses."""
+    return random.Random(number).randbytes(size // 2) + (b"%08d" % number * size)[: size - size // 2]
+
+
+def put(number: int, size: int = PAYLOAD_BYTES) -> tuple[BlockRecord, memoryview]:
+    return record(number), memoryview(payload(number, size))
 
 
 class Store:

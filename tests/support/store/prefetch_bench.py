@@ -6,14 +6,13 @@ from kvstore.disk.io_queue import Read, ReadDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.planner import Planner
-from kvstore.policy.steering import Steering
+from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.matching import Matcher, choose
+from kvstore.store.control_plane import Matcher, choose
 from kvstore.store.prefetch import Prefetcher
-from kvstore.store.reads import DiskReads
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import Match
-from kvstore.store.stored import Identity, StoredBlocks
+from kvstore.store.stored import DiskReads, Identity, StoredBlocks
 
 ROOT, SIZE = b"r" * 32, 4
 

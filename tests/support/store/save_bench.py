@@ -1,9 +1,8 @@
 """Requests that are computed step by step, and what is saved of them, on tiers without bytes."""
 
 from kvstore.blocks.records import Transferred
-from kvstore.store.saving import Saver
+from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import StepSpan
-from kvstore.store.steps import StepsInFlight
 from tests.support.store.prefetch_bench import Bench
 
 

@@ -16,8 +16,7 @@ from kvstore.sessions.shared.leases import ACQUIRE, RELEASE, Leases
 from kvstore.sessions.shared.server import RefusedError
 from kvstore.sessions.shared.view import lease_name
 from tests.children.session_child import TENANT, make_turn, talk
-from tests.support.redis_server import RedisServer, no_answer_after
-from tests.support.shared_sessions import DURABLE, shared_store
+from tests.support.redis_server import no_answer_after
 from tests.support.waiting import wait_until
 
 KEY = SessionKey(TENANT, "red")
@@ -66,39 +65,31 @@ def said(child) -> str:
     return child.stdout.readline().strip()
 
 
-def is_free(store) -> bool:
+def is_free(store, key: SessionKey = KEY) -> bool:
     try:
-        store.sharing.end_turn(store.sharing.begin_turn(KEY))
+        store.sharing.end_turn(store.sharing.begin_turn(key))
     except SessionBusyError:
         return False
     return True
 
 
-def test_a_session_has_one_writer_until_it_is_given_back(redis):
-    one, other = (shared_store(redis, lease_s=3600.0) for _ in range(2))
+def test_a_session_has_one_writer_until_it_is_given_back(redis, share):
+    one, other = (share(redis, lease_s=3600.0) for _ in range(2))
     claim = one.sharing.begin_turn(KEY)
     for store in (one, other):
         with pytest.raises(SessionBusyError, match="busy with another turn") as busy:
             store.sharing.begin_turn(KEY)
         assert 0 < busy.value.retry_after_s <= 3600, "what is left of the lease"
-    assert is_free_of(other, SessionKey("another tenant", "red"))
+    assert is_free(other, SessionKey("another tenant", "red"))
     one.commit_turn(KEY, make_turn("red", 1), lease=claim).wait()
     one.sharing.end_turn(claim)
     with pytest.raises(SessionTakenError):
         one.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()
     assert is_free(other)
-    one.close()
-    other.close()
 
 
-def is_free_of(store, key: SessionKey) -> bool:
-    claim = store.sharing.begin_turn(key)
-    store.sharing.end_turn(claim)
-    return claim is not None
-
-
-def test_a_lease_lives_as_long_as_its_turn(redis):
-    store = shared_store(redis)
+def test_a_lease_lives_as_long_as_its_turn(redis, share):
+    store = share(redis)
     talk(store, KEY, 1)
 
     def outlives(lease_s: float) -> bool:
@@ -108,12 +99,11 @@ def test_a_lease_lives_as_long_as_its_turn(redis):
             return said(holder) == "stored"
 
     assert any(map(outlives, RENEWED_S))
-    store.close()
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_a_server_that_was_stopped_longer_than_its_lease_stores_nothing(redis, holder, is_taken):
-    store = shared_store(redis, lease_s=3600.0)
+def test_a_server_that_was_stopped_longer_than_its_lease_stores_nothing(redis, holder, is_taken, share):
+    store = share(redis, lease_s=3600.0)
     talk(store, KEY, 1)
     os.kill(holder.pid, signal.SIGSTOP)
     wait_until(lambda: is_free(store), "the lease has no end")
@@ -124,57 +114,44 @@ def test_a_server_that_was_stopped_longer_than_its_lease_stores_nothing(redis, h
     assert store.head(KEY).num_turns == 1
     if is_taken:
         assert store.commit_turn(KEY, make_turn("red", 2), lease=claim).wait().num_turns == 2
-    store.close()
 
 
-def test_a_killed_server_blocks_its_sessions_no_longer_than_the_lease(redis, holder):
-    store = shared_store(redis)
+def test_a_killed_server_blocks_its_sessions_no_longer_than_the_lease(redis, holder, share):
+    store = share(redis)
     holder.kill()
     wait_until(lambda: is_free(store), "the lease has no end")
-    store.close()
 
 
-def test_a_server_that_begins_again_takes_over_what_it_had_left(redis, tmp_path):
-    store, other = shared_store(redis, tmp_path, lease_s=3600.0), shared_store(redis, lease_s=3600.0)
+def test_a_server_that_begins_again_takes_over_what_it_had_left(redis, tmp_path, share):
+    store, other = share(redis, tmp_path, lease_s=3600.0), share(redis, lease_s=3600.0)
     store.sharing.begin_turn(KEY)
-    again = shared_store(redis, tmp_path, lease_s=3600.0)  # as after a kill: nothing was given back
+    again = share(redis, tmp_path, lease_s=3600.0)  # as after a kill: nothing was given back
     assert not is_free(other)
     assert is_free(again)
     assert is_free(other)
-    for one in (store, other, again):
-        one.close()
 
 
-def test_a_turn_that_ends_while_redis_is_away_frees_its_session_once_it_is_back(tmp_path):
-    (tmp_path / "redis").mkdir()
-    redis = RedisServer(tmp_path / "redis", *DURABLE)
-    one, other = (shared_store(redis, lease_s=3600.0) for _ in range(2))
+def test_a_turn_that_ends_while_redis_is_away_frees_its_session_once_it_is_back(own_redis, share):
+    one, other = (share(own_redis, lease_s=3600.0) for _ in range(2))
     claim, held = one.sharing.begin_turn(KEY), one.sharing.begin_turn(SessionKey(TENANT, "blue"))
-    redis.kill()
+    own_redis.kill()
     one.sharing.end_turn(claim)
-    redis.start()
-    wait_until(redis.answers, "it has read its file")
+    own_redis.start()
+    wait_until(own_redis.answers, "it has read its file")
     wait_until(lambda: is_free(other), "the session is free again")
     with pytest.raises(SessionBusyError):
         other.sharing.begin_turn(SessionKey(TENANT, "blue"))
     one.sharing.end_turn(held)
-    one.close()
-    other.close()
-    redis.kill()
 
 
-def test_a_turn_that_began_while_redis_was_silent_frees_its_session_once_it_answers(tmp_path):
-    redis = RedisServer(tmp_path)
-    one, other = (shared_store(redis, lease_s=3600.0) for _ in range(2))
-    redis.pause()
+def test_a_turn_that_began_while_redis_was_silent_frees_its_session_once_it_answers(own_redis, share):
+    one, other = (share(own_redis, lease_s=3600.0) for _ in range(2))
+    own_redis.pause()
     with no_answer_after(1.0), pytest.raises(RemoteError):
         one.sharing.begin_turn(KEY)  # Redis gets it, and carries it out when it goes on
-    redis.resume()
-    wait_until(redis.answers, "it goes on")
+    own_redis.resume()
+    wait_until(own_redis.answers, "it goes on")
     wait_until(lambda: is_free(other), "the session is free again")
-    one.close()
-    other.close()
-    redis.kill()
 
 
 def test_what_is_given_back_late_is_what_may_have_been_taken_and_never_what_was_taken_since():
@@ -205,13 +182,11 @@ def test_what_is_given_back_late_is_what_may_have_been_taken_and_never_what_was_
     assert given_back == {*taken[silent], taken[KEY][0]} and len(set(taken[KEY])) == 2
 
 
-def test_a_deletion_elsewhere_ends_a_turn_that_runs(redis):
-    one, other = shared_store(redis), shared_store(redis)
+def test_a_deletion_elsewhere_ends_a_turn_that_runs(redis, share):
+    one, other = share(redis), share(redis)
     talk(one, KEY, 1)
     claim = one.sharing.begin_turn(KEY)
     other.delete(KEY).wait()
     with pytest.raises(SessionTakenError):
         one.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()
     assert one.head(KEY) is None
-    one.close()
-    other.close()

@@ -7,7 +7,6 @@ import pytest
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.membership import AWAY_S, MEMBERS, MemberIdentity
 from tests.children.session_child import TENANT, talk
-from tests.support.shared_sessions import shared_store
 
 
 def key(number: int) -> SessionKey:
@@ -15,15 +14,13 @@ def key(number: int) -> SessionKey:
 
 
 @pytest.fixture
-def pair(redis, tmp_path):
+def pair(redis, share, tmp_path):
     stores = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-        stores.append(shared_store(redis, tmp_path / name))
+        stores.append(share(redis, tmp_path / name))
         stores[-1].upkeep.renew()
-    yield stores
-    for store in stores:
-        store.close()
+    return stores
 
 
 def test_each_server_carries_a_deletion_through_for_itself(pair):
@@ -40,7 +37,7 @@ def test_each_server_carries_a_deletion_through_for_itself(pair):
     assert one.stats()["servers"] == 2
 
 
-def test_deletions_may_be_carried_through_in_any_order(pair, redis, tmp_path):
+def test_deletions_may_be_carried_through_in_any_order(pair, redis, tmp_path, share):
     one, other = pair
     for number in (1, 2, 3):
         talk(one, key(number), 1)
@@ -49,7 +46,7 @@ def test_deletions_may_be_carried_through_in_any_order(pair, redis, tmp_path):
     other.upkeep.finish_deletion(first.number).wait()
     assert other.upkeep.pending_deletions() == [second]
     other.close()
-    again = shared_store(redis, tmp_path / "other")  # what it had not finished in order it does again
+    again = share(redis, tmp_path / "other")  # what it had not finished in order it does again
     again.upkeep.renew()
     assert again.upkeep.pending_deletions() == [second, third]
     for tombstone in (first, second, third):
@@ -57,21 +54,19 @@ def test_deletions_may_be_carried_through_in_any_order(pair, redis, tmp_path):
     for tombstone in (second, third):
         again.upkeep.finish_deletion(tombstone.number).wait()
     assert one.stats()["pending_deletions"] == 0
-    again.close()
 
 
-def test_a_new_server_owes_nothing_of_the_past(pair, redis):
+def test_a_new_server_owes_nothing_of_the_past(pair, redis, share):
     one, _ = pair
     talk(one, key(1), 1)
     one.delete(key(1)).wait()
-    new = shared_store(redis)
+    new = share(redis)
     new.upkeep.renew()
     assert not new.sharing.has_missed_deletions()
     assert new.upkeep.pending_deletions() == []
-    new.close()
 
 
-def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_up_its_kv(pair, redis, tmp_path):
+def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_up_its_kv(pair, redis, tmp_path, share):
     one, other = pair
     member = MemberIdentity.of(tmp_path / "other").member
     other.close()
@@ -80,10 +75,9 @@ def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_u
     tombstone = one.delete(key(1)).wait()
     one.upkeep.finish_deletion(tombstone.number).wait()
     assert (one.stats()["pending_deletions"], one.stats()["servers"]) == (0, 1)
-    again = shared_store(redis, tmp_path / "other")
+    again = share(redis, tmp_path / "other")
     assert again.sharing.has_missed_deletions()
     again.upkeep.renew()
     assert not again.sharing.has_missed_deletions()
     assert again.upkeep.pending_deletions() == []
-    again.close()
     assert not one.sharing.has_missed_deletions()

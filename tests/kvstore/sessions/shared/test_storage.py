@@ -3,7 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -17,37 +19,25 @@ from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared import server as session_server
 from kvstore.sessions.shared import storage as session_storage
 from kvstore.sessions.shared.opening import open_shared
-from kvstore.sessions.shared.server import Durability
+from kvstore.sessions.shared.server import Durability, SessionServer
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, content, create, expected, make_turn, talk
 from tests.support.faults import before_each, constants
 from tests.support.redis_server import RedisServer, no_answer_after
-from tests.support.shared_sessions import DURABLE, SECRET, shared_store
+from tests.support.shared_sessions import DURABLE, SECRET
 from tests.support.tcp_proxy import Proxy
-from tests.support.waiting import TIMEOUT_S, wait_until
+from tests.support.waiting import TIMEOUT_S, together, wait_until
 
 KEY = SessionKey(TENANT, "red")
 
 
 @pytest.fixture
-def own_redis(tmp_path):
-    """One that a test may do something to; it keeps what it has."""
-    (tmp_path / "redis").mkdir()
-    server = RedisServer(tmp_path / "redis", *DURABLE)
-    yield server
-    server.resume()
-    server.kill()
-
-
-@pytest.fixture
-def servers(redis, tmp_path):
-    pair = [shared_store(redis, make_folder(tmp_path / name)) for name in ("one", "other")]
+def servers(redis, share, tmp_path):
+    pair = [share(redis, make_folder(tmp_path / name)) for name in ("one", "other")]
     for store in pair:
         store.upkeep.renew()
     with constants(transactions, MAX_RETRIES=1000):  # a slow one is overtaken as often as others store
         yield pair
-    for store in pair:
-        store.close()
 
 
 def make_folder(path: Path) -> Path:
@@ -102,11 +92,7 @@ def test_of_two_servers_one_appends_a_turn(servers):
                 assert "another writer came first" in str(error)
                 found.append(None)
 
-    threads = [threading.Thread(target=append, args=pair) for pair in zip(servers, outcomes, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(append, *pair) for pair in zip(servers, outcomes, strict=True)))
     stored = sorted(number for found in outcomes for number in found if number is not None)
     assert stored == list(range(1, len(stored) + 1))  # each turn once
     assert servers[0].head(KEY).num_turns == len(stored) > 0
@@ -119,11 +105,7 @@ def test_many_sessions_are_begun_at_once_and_each_has_its_number(servers):
         for key in some:
             create(store, key).wait()
 
-    threads = [threading.Thread(target=begin, args=(servers[i % 2], keys[i::4])) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(begin, servers[i % 2], keys[i::4]) for i in range(4)))
     heads = servers[0].list(TENANT)
     assert len({head.number for head in heads}) == len(heads) == 60
 
@@ -185,8 +167,8 @@ def test_a_session_whose_time_was_over_goes_on_where_another_server_goes_on(serv
 
 
 # -- a Redis that goes away ------------------------------------------------------------------------------------------
-def test_a_short_restart_is_waited_for_and_nothing_is_stored_twice(own_redis):
-    store = shared_store(own_redis, level="always")
+def test_a_short_restart_is_waited_for_and_nothing_is_stored_twice(own_redis, share):
+    store = share(own_redis, level="always")
     turns = talk(store, KEY, 2)
     own_redis.kill()
     ticket = store.commit_turn(KEY, make_turn("red", 3))
@@ -195,12 +177,11 @@ def test_a_short_restart_is_waited_for_and_nothing_is_stored_twice(own_redis):
     own_redis.start()
     assert ticket.wait(TIMEOUT_S).num_turns == 3
     assert content(store.load(KEY)) == expected([*turns, make_turn("red", 3)])
-    store.close()
 
 
-def test_a_commit_whose_answer_is_cut_off_is_found_again(own_redis):
+def test_a_commit_whose_answer_is_cut_off_is_found_again(own_redis, share):
     with Proxy(own_redis.port) as proxy:
-        store = shared_store(proxy.port, level="always")
+        store = share(proxy.port, level="always")
         create(store, KEY).wait()
         for number in range(1, 16):
             proxy.faults.cut_after = None
@@ -213,11 +194,10 @@ def test_a_commit_whose_answer_is_cut_off_is_found_again(own_redis):
             proxy.cut()
             assert ticket.wait(TIMEOUT_S).num_turns == number
         assert content(store.load(KEY)) == expected([make_turn("red", n) for n in range(1, 16)])
-        store.close()
 
 
-def test_without_redis_turns_are_refused_in_time_and_taken_again_afterwards(own_redis):
-    store = shared_store(own_redis)
+def test_without_redis_turns_are_refused_in_time_and_taken_again_afterwards(own_redis, share):
+    store = share(own_redis)
     talk(store, KEY, 1)
     assert store.stats()["sessions"] == 1
     own_redis.pause()
@@ -233,7 +213,6 @@ def test_without_redis_turns_are_refused_in_time_and_taken_again_afterwards(own_
     store.commit_turn(KEY, make_turn("red", head.num_turns + 1)).wait()
     assert content(store.load(KEY)) == expected([make_turn("red", n) for n in range(1, head.num_turns + 2)])
     assert store.stats()["unreachable"] == 0
-    store.close()
 
 
 def wait_for_head(store: SessionStore):
@@ -250,9 +229,9 @@ def wait_for_head(store: SessionStore):
     return heads[-1]
 
 
-def test_one_that_came_back_empty_is_not_taken_for_the_sessions(own_redis, tmp_path):
+def test_one_that_came_back_empty_is_not_taken_for_the_sessions(own_redis, tmp_path, share):
     folder, second_folder = make_folder(tmp_path / "one"), make_folder(tmp_path / "two")
-    store, second = shared_store(own_redis, folder), shared_store(own_redis, second_folder)
+    store, second = share(own_redis, folder), share(own_redis, second_folder)
     talk(store, KEY, 2)
     own_redis.ask("FLUSHALL")
     for one in (store, second):
@@ -262,7 +241,7 @@ def test_one_that_came_back_empty_is_not_taken_for_the_sessions(own_redis, tmp_p
             one.commit_turn(SessionKey(TENANT, "new"), make_turn("new", 1)).wait()
         assert one.stats()["lost"] == 1
     store.close()
-    store = shared_store(own_redis, folder)  # a restart forgets nothing of it
+    store = share(own_redis, folder)  # a restart forgets nothing of it
     with pytest.raises(StoreLostError):
         store.list(TENANT)
     assert store.upkeep.accept_loss()
@@ -270,20 +249,17 @@ def test_one_that_came_back_empty_is_not_taken_for_the_sessions(own_redis, tmp_p
     assert store.list(TENANT) == second.list(TENANT) == []  # the others go on, too
     talk(second, KEY, 1)
     assert store.stats()["lost"] == second.stats()["lost"] == 0
-    store.close()
-    second.close()
 
 
-def test_one_whose_data_comes_back_is_the_one_that_was_there(own_redis, tmp_path):
-    store = shared_store(own_redis, make_folder(tmp_path / "one"), level="always")
+def test_one_whose_data_comes_back_is_the_one_that_was_there(own_redis, tmp_path, share):
+    store = share(own_redis, make_folder(tmp_path / "one"), level="always")
     turns = talk(store, KEY, 2)
     own_redis.restart()
     assert content(wait_for_head(store) and store.load(KEY)) == expected(turns)
-    store.close()
 
 
-def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis):
-    store = shared_store(own_redis)
+def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis, share):
+    store = share(own_redis)
     turns = talk(store, KEY, 2)
     own_redis.ask("CONFIG", "SET", "maxmemory", 1)
     with pytest.raises(RemoteError, match=r"not stored: .*OOM"):
@@ -293,59 +269,75 @@ def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis):
     assert store.head(KEY) is None
     own_redis.ask("CONFIG", "SET", "maxmemory", 0)
     talk(store, KEY, 1)
-    store.close()
 
 
-def test_a_turn_is_acknowledged_once_replicas_have_it(own_redis, tmp_path):
+@contextmanager
+def replica_of(redis: RedisServer, folder: Path) -> Iterator[RedisServer]:
+    redis.ask("CONFIG", "SET", "repl-diskless-sync-delay", 0)  # it does not wait for more replicas
+    with RedisServer(folder, "--replicaof", "127.0.0.1", str(redis.port)) as replica:
+        wait_until(lambda: b"state=online" in redis.ask("INFO", "replication"), "no replica")
+        yield replica
+
+
+def test_a_turn_is_acknowledged_once_replicas_have_it(own_redis, tmp_path, share):
     with pytest.raises(RemoteError, match="0 of 1 replicas"):
-        shared_store(own_redis, num_replicas=1)
-    replica = RedisServer(make_folder(tmp_path / "replica"), "--replicaof", "127.0.0.1", str(own_redis.port))
-    try:
-        wait_until(lambda: b"state=online" in own_redis.ask("INFO", "replication"), "no replica")
-        store = shared_store(own_redis, num_replicas=1)
+        share(own_redis, num_replicas=1)
+    with replica_of(own_redis, make_folder(tmp_path / "replica")) as replica:
+        store = share(own_redis, num_replicas=1)
         with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
             assert store.commit_turn(KEY, make_turn("red", 1)).wait().num_turns == 1
         assert replica.ask("HLEN", "kvstore:sessions:turns") == 1
         with pytest.raises(RemoteError, match="is a replica; give the address of its primary"):
-            shared_store(replica)
+            share(replica)
         replica.kill()
         with pytest.raises(RemoteError, match="0 of 1 replicas"):
             store.commit_turn(KEY, make_turn("red", 2)).wait()
-        store.close()
-    finally:
-        replica.kill()
 
 
-def test_nothing_is_acknowledged_without_replicas_again_or_after_a_cut(own_redis, tmp_path):
+def test_nothing_is_acknowledged_without_replicas_again_or_after_a_cut(own_redis, tmp_path, share):
     """A stored turn that answers its request again, and a commit that is looked up, wait for the replicas, too."""
-    replica = RedisServer(make_folder(tmp_path / "replica"), "--replicaof", "127.0.0.1", str(own_redis.port))
-    try:
-        wait_until(lambda: b"state=online" in own_redis.ask("INFO", "replication"), "no replica")
-        with Proxy(own_redis.port) as proxy, constants(session_server, ANSWER_S=TIMEOUT_S):
-            store = shared_store(proxy.port, num_replicas=1)
-            talk(store, KEY, 1)
-            replica.pause()
-            with constants(session_storage, WAIT_MS=100), pytest.raises(RemoteError, match="0 of 1 replicas"):
-                store.commit_turn(KEY, make_turn("red", 2)).wait()
-            with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
-                ticket = store.commit_turn(KEY, make_turn("red", 3))
-                wait_until(lambda: own_redis.ask("HLEN", "kvstore:sessions:turns") == 3, "Redis has it")
-            with constants(session_storage, WAIT_MS=100):
-                proxy.cut()
+    with (
+        replica_of(own_redis, make_folder(tmp_path / "replica")) as replica,
+        Proxy(own_redis.port) as proxy,
+        constants(session_server, ANSWER_S=TIMEOUT_S),
+    ):
+        store = share(proxy.port, num_replicas=1)
+        talk(store, KEY, 1)
+        replica.pause()
+        with constants(session_storage, WAIT_MS=100), pytest.raises(RemoteError, match="0 of 1 replicas"):
+            store.commit_turn(KEY, make_turn("red", 2)).wait()
+        with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
+            ticket = store.commit_turn(KEY, make_turn("red", 3))
+            wait_until(lambda: own_redis.ask("HLEN", "kvstore:sessions:turns") == 3, "Redis has it")
+        with constants(session_storage, WAIT_MS=100):
+            proxy.cut()
+            with pytest.raises(RemoteError, match="0 of 1 replicas"):
+                ticket.wait(TIMEOUT_S)
+            for number in (2, 3):
                 with pytest.raises(RemoteError, match="0 of 1 replicas"):
-                    ticket.wait(TIMEOUT_S)
-                for number in (2, 3):
-                    with pytest.raises(RemoteError, match="0 of 1 replicas"):
-                        store.turn_of_request(KEY, f"request {number}")
-                assert store.head(KEY).num_turns == 3, "it may be stored all the same"
-            replica.resume()
-            with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
-                assert store.turn_of_request(KEY, "request 3") == make_turn("red", 3)
-            assert replica.ask("HLEN", "kvstore:sessions:turns") == 3
-            store.close()
-    finally:
+                    store.turn_of_request(KEY, f"request {number}")
+            assert store.head(KEY).num_turns == 3, "it may be stored all the same"
         replica.resume()
-        replica.kill()
+        with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
+            assert store.turn_of_request(KEY, "request 3") == make_turn("red", 3)
+        assert replica.ask("HLEN", "kvstore:sessions:turns") == 3
+
+
+def test_an_answer_to_somebody_else_ends_the_pause_after_silence(own_redis):
+    server = SessionServer(RedisAddress("127.0.0.1", own_redis.port), Durability("unchecked"))
+    with ThreadPoolExecutor() as threads, constants(session_server, PAUSE_S=3600.0), ExitStack() as ends:
+        ends.callback(own_redis.kill)  # before the threads are awaited
+        ends.callback(server.close)
+        patient = threads.submit(server.ask, ("BLPOP", "something", 0))
+        wait_until(lambda: b"blocked_clients:1" in own_redis.ask("INFO", "clients"), "it waits for its answer")
+        with constants(session_server, ANSWER_S=0.2), pytest.raises(RemoteError, match="no answer in time"):
+            server.ask(("BLPOP", "nothing", 0))
+        with pytest.raises(RemoteError, match="a moment ago"):
+            server.ask(("PING",))
+        own_redis.ask("RPUSH", "something", "said")
+        assert patient.result() == [[b"something", b"said"]]
+        assert server.ask(("PING",)) == [b"PONG"]
+        wait_until(lambda: not server.is_failing)
 
 
 # -- what is refused at the start ------------------------------------------------------------------------------------
@@ -360,56 +352,51 @@ def test_nothing_is_acknowledged_without_replicas_again_or_after_a_cut(own_redis
         ("always", {"maxmemory-policy": "volatile-ttl"}, "maxmemory-policy volatile-ttl"),
     ],
 )
-def test_one_that_may_lose_turns_is_refused_by_name(own_redis, level, settings, words):
+def test_one_that_may_lose_turns_is_refused_by_name(own_redis, level, settings, words, share):
     for name, value in settings.items():
         own_redis.ask("CONFIG", "SET", name, value)
     with pytest.raises(ConfigError, match=words):
-        shared_store(own_redis, level=level)
+        share(own_redis, level=level)
 
 
-def test_weaker_promises_are_taken_where_they_are_asked_for(own_redis):
+def test_weaker_promises_are_taken_where_they_are_asked_for(own_redis, share):
     own_redis.ask("CONFIG", "SET", "appendfsync", "everysec")
-    shared_store(own_redis, level="everysec").close()
+    share(own_redis, level="everysec")
     own_redis.ask("CONFIG", "SET", "appendonly", "no")
-    shared_store(own_redis, level="unchecked").close()
+    share(own_redis, level="unchecked")
 
 
-def test_one_that_does_not_tell_its_settings_is_taken_only_unchecked(tmp_path):
-    server = RedisServer(make_folder(tmp_path / "redis"), *DURABLE, "--rename-command", "CONFIG", "")
-    try:
+def test_one_that_does_not_tell_its_settings_is_taken_only_unchecked(tmp_path, share):
+    with RedisServer(tmp_path, *DURABLE, "--rename-command", "CONFIG", "") as server:
         with pytest.raises(ConfigError, match=r"does not tell its appendonly.*unchecked"):
-            shared_store(server, level="always")
-        shared_store(server, level="unchecked").close()
-    finally:
-        server.kill()
+            share(server, level="always")
+        share(server, level="unchecked")
 
 
-def test_a_cluster_is_refused(tmp_path):
-    server = RedisServer(make_folder(tmp_path / "redis"), *DURABLE, "--cluster-enabled", "yes")
-    try:
-        with pytest.raises(RemoteError, match="part of a Redis Cluster"):
-            shared_store(server)
-    finally:
-        server.kill()
+def test_a_cluster_is_refused(tmp_path, share):
+    with (
+        RedisServer(tmp_path, *DURABLE, "--cluster-enabled", "yes") as server,
+        pytest.raises(RemoteError, match="part of a Redis Cluster"),
+    ):
+        share(server)
 
 
-def test_settings_that_get_worse_are_found_at_the_next_connection(own_redis):
-    store = shared_store(own_redis, level="always")
+def test_settings_that_get_worse_are_found_at_the_next_connection(own_redis, share):
+    store = share(own_redis, level="always")
     talk(store, KEY, 1)
     own_redis.ask("CONFIG", "SET", "appendfsync", "no")
     own_redis.ask("CLIENT", "KILL", "TYPE", "normal")
     with pytest.raises(RemoteError, match="has appendfsync no"):
         store.commit_turn(KEY, make_turn("red", 2)).wait()
-    store.close()
 
 
-def test_a_wrong_password_and_another_fleet_are_refused(own_redis):
-    shared_store(own_redis).close()
+def test_a_wrong_password_and_another_fleet_are_refused(own_redis, share):
+    share(own_redis)
     with pytest.raises(ConfigError, match="another fleet secret"):
-        shared_store(own_redis, secret=b"t" * 32)
+        share(own_redis, secret=b"t" * 32)
     own_redis.ask("CONFIG", "SET", "requirepass", "right")
     with pytest.raises(RemoteError, match=r"it wants a password \(NOAUTH\); set \$KVSTORE_REDIS_PASSWORD"):
-        shared_store(own_redis, level="always")
+        share(own_redis, level="always")
     wrong = RedisAddress("127.0.0.1", own_redis.port, password="wr0ng")
     with pytest.raises(RemoteError, match="WRONGPASS") as refused:
         open_shared(wrong, Durability("unchecked"), SECRET, None)
