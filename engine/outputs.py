@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from kvstore.config import format_size
 
@@ -100,14 +100,44 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of an answer's reasoning or of its content."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEvent:
+    """Call `index` of an answer.
+
+    "begun": its opener was met; the name is "" if it comes later, and what follows may still turn out to be content.
+    "whole": arguments is the text of a JSON object. "cut": the answer ended within it; arguments is what there is, as
+    the model wrote it.
+    """
+
+    state: Literal["begun", "whole", "cut"]
+    index: int
+    name: str = ""
+    arguments: str = ""
+
+
+AnswerEvent: TypeAlias = TextDelta | ToolCallEvent
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a stream: new text and token ids of choice `index`; finish_reason is set on its last piece."""
+    """A part of a stream: new text and token ids of choice `index`; finish_reason is set on its last piece.
+
+    events: the same text as reasoning, content and calls, if the answer is parsed.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    events: tuple[AnswerEvent, ...] = ()
 
 
 def describe_tiers(stats: Mapping[str, Any]) -> str:

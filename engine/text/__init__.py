@@ -2,18 +2,21 @@
 
 Loads no torch; knows neither sessions nor a store.
 
+- `answer_parser`: an answer as reasoning, content and tool calls, while it arrives
 - `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
   without any
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
 - `detokenizer`: the text of one choice, token by token, in whole characters
 - `grammar`: grammars from what a request wants its answer to match
 - `prompts`: checks of prompts, session ids and lengths
+- `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`
 
 Decisions:
 
 No template needs code of its own: the text that it puts between turns is found by rendering it with marks.
 Templates are rendered in transformers' sandbox, and none comes from a request. Control tokens that a person spells
-are encoded as text.
+are encoded as text. The form of answers is data, too: a model's own, or that of the family that its chat template
+belongs to.
 
 Grammars are compiled by llguidance, which bounds every step of its work, in a thread that lets the steps go on; the
 prompt waits unscheduled. Its table of a model's tokens holds the interpreter's lock for 2.5 s at 131,000 tokens, so it

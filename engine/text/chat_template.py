@@ -6,12 +6,14 @@ text is encoded with its control tokens, people's text without any.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -21,12 +23,17 @@ from kvstore.engine.outputs import Choice
 from kvstore.engine.text.detokenizer import Detokenizer
 from kvstore.errors import RequestError
 
+# role and content; of an assistant also reasoning_content and tool_calls, with which content may be None; of a tool
+# also tool_call_id: as in OpenAI's chat completions.
+Message = dict[str, Any]
+
 # A private token before a part that is encoded alone: without it, tokenizers that mark the beginning of a text with a
 # space would mark every part.
 _ANCHOR = "\ue0f0kvstore\ue0f1"
-Message = dict[str, str]
 # Stand-ins for contents while the template's own text is found. Plain letters: templates trim and escape.
 _USER, _ANSWER, _NEXT = "kvstorefirstquestion", "kvstorefirstanswer", "kvstoresecondquestion"
+_TOOL, _KEY, _CALL_ID = "kvstoretool", "kvstorekey", "kvstore01"  # some templates want ids of nine characters
+MAX_VIEWS = 32  # of one template, by tools and variables
 
 
 class TextEncoder:
@@ -35,6 +42,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._mark = f"kvstore{secrets.token_hex(8)}x"  # nobody can spell it
 
     def spells_control(self, text: str) -> bool:
         return any(token in text for token in self._controls)
@@ -57,8 +65,32 @@ class TextEncoder:
         plain.add_special_tokens([_ANCHOR])
         return plain
 
+    def hide_controls(self, value: Any) -> Any:
+        """The same JSON with a mark for each control token that its texts spell: `encode` makes plain text of it.
+
+        Marks are letters and digits, which templates neither escape nor trim.
+        """
+        if isinstance(value, Mapping):
+            return {self.hide_controls(key): self.hide_controls(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.hide_controls(part) for part in value]
+        if not isinstance(value, str) or not self._controls:
+            return value
+        return self._spelled.sub(lambda found: f"{self._mark}{self._controls.index(found.group())}end", value)
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self._controls, key=len, reverse=True))))
+
     def encode(self, text: str) -> list[int]:
-        return _ids(self._backend, text)
+        """Ids of template text, and of control tokens hidden in it as text."""
+        if self._mark not in text:
+            return _ids(self._backend, text)
+        first, *rest = re.split(f"{self._mark}([0-9]+)end", text)
+        ids = _ids(self._backend, first)
+        for index, part in zip(rest[::2], rest[1::2], strict=True):
+            ids += self.encode_plain(self._controls[int(index)]) + self.encode_part(part)
+        return ids
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of template text within a prompt, as after a control token if the tokenizer has one."""
@@ -86,19 +118,46 @@ class TurnDelta:
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer; made by `of`."""
+    """The chat template of one tokenizer, for requests with the same tools and variables; made by `of` and `using`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, text: TextEncoder | None = None, given: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._text = TextEncoder(tokenizer)
+        self._text = text or TextEncoder(tokenizer)
+        self._given = {key: self._text.hide_controls(value) for key, value in (given or {}).items()}
         self._delta = cache(self._find_delta)
         self._boundary = cache(self._find_boundary)
-        self._opening_text = cache(self._find_opening)
+        self._views = lru_cache(MAX_VIEWS)(self._view)
 
     @classmethod
     def of(cls, tokenizer: Any | None) -> ChatTemplate | None:
         """The template of a tokenizer; None without a tokenizer, or if it has no chat template."""
         return cls(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
+
+    def using(self, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`.
+
+        Raises RequestError for variables that are not the request's to set.
+        """
+        ours = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        if wrong := sorted(ours.union(self._tokenizer.special_tokens_map) & set(kwargs or ())):
+            raise RequestError(
+                f"chat_template_kwargs sets {', '.join(wrong)}; give only variables of the model's own template",
+                param="chat_template_kwargs",
+            )
+        given = dict(kwargs or {}) | ({"tools": list(tools)} if tools else {})
+        return self._views(json.dumps(given)) if given else self
+
+    def _view(self, given: str) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, self._text, json.loads(given))
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether a prompt shows the tools that it is rendered with."""
+        parameters = {"type": "object", "properties": {_KEY: {"type": "string", "description": _KEY}}}
+        function = {"name": _TOOL, "description": _TOOL, "parameters": parameters}
+        with suppress(RequestError):
+            return _TOOL in self.using([{"type": "function", "function": function}])._render([_user(_USER)])
+        return False
 
     def fault(self) -> str | None:
         """Why it cannot show a plain message, in one line: no chat would work. None: it can."""
@@ -113,10 +172,10 @@ class ChatTemplate:
 
         Contents that spell a control token are encoded as text.
         """
-        if not any(self._text.spells_control(m["content"]) for m in messages):
+        if not any(self._text.spells_control(_content(m)) for m in messages):
             return self._text.encode(self._render(messages))
-        contents = {f"kvstorecontent{i}end": m["content"] for i, m in enumerate(messages)}
-        marked = [{**m, "content": mark} for m, mark in zip(messages, contents, strict=True)]
+        contents = {f"kvstorecontent{i}end": _content(m) for i, m in enumerate(messages) if _content(m)}
+        marked = [{**m, "content": _content(m) and f"kvstorecontent{i}end"} for i, m in enumerate(messages)]
         parts = re.split("(kvstorecontent[0-9]+end)", self._render(marked))
         if missing := set(contents) - set(parts):
             raise RequestError(f"the chat template does not show {len(missing)} of the messages", param="messages")
@@ -136,7 +195,7 @@ class ChatTemplate:
         if delta is None:
             return None
         rendered = self._render([*messages, {"role": "user", "content": content}])
-        answer = messages[-1]["content"]
+        answer = _content(messages[-1])
         for said, shown in product((answer, answer.strip()), (content, content.strip())):  # trimming is not rewriting
             if rendered.endswith(said + delta.before + shown + delta.after):
                 break
@@ -191,7 +250,7 @@ class ChatTemplate:
         """
         first = min(kept)
         spells = self._text.spells_control
-        cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(m["content"]))]
+        cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(_content(m)))]
         nonce = secrets.token_hex(8)  # no content can contain it
         marked = list(messages)
         for index in cuts:
@@ -206,8 +265,8 @@ class ChatTemplate:
         contents: dict[int, str] = {}
         for number in reversed(range(len(cuts))):
             index, before = cuts[number], texts[number]
-            content = _content_before(rendered, end, before, messages[index]["content"])
-            if content is None or (index in kept and not before.endswith(self._opening_text())):
+            content = _content_before(rendered, end, before, _content(messages[index]))
+            if content is None or (index in kept and not before.endswith(self.opening)):
                 break
             contents[index] = content
             end -= len(before) + len(content)
@@ -216,8 +275,9 @@ class ChatTemplate:
         contents = dict(reversed(contents.items()))
         return (texts[len(texts) - len(contents) - 1 :], contents) if contents else None
 
-    def _find_opening(self) -> str:
-        """Find the text that opens the next answer."""
+    @cached_property
+    def opening(self) -> str:
+        """The text that opens the next answer."""
         asked = [{"role": "user", "content": _USER}]
         return self._render(asked).removeprefix(self._render(asked, opens_answer=False))
 
@@ -277,11 +337,55 @@ class ChatTemplate:
         before, after = second[len(first) + len(_ANSWER) :].split(_NEXT)
         return TurnDelta(before, after)
 
-    def _render(self, messages: list[Message], opens_answer: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], opens_answer: bool = True) -> str:
+        return self._apply([self._shown_message(message) for message in messages], opens_answer)
+
+    def _shown_message(self, message: Message) -> Message:
+        """A message as templates expect it. What people wrote beside contents becomes no control token."""
+        shown = {key: self._text.hide_controls(value) for key, value in message.items() if value and key != "content"}
+        if "reasoning_content" in shown and "reasoning_content" not in str(self._tokenizer.chat_template):
+            shown["thinking"] = shown.pop("reasoning_content")
+        if "tool_calls" in shown:
+            shown["tool_calls"] = [self._shown_call(call) for call in shown["tool_calls"]]
+        return shown | {"content": _content(message)}
+
+    def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A call with its arguments as the template takes them; clients give the text of a JSON object."""
+        arguments = call["function"]["arguments"]
+        if self._takes_mappings and isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):  # then it is shown as it is, or the template refuses it
+                arguments = json.loads(arguments or "{}")
+        elif not self._takes_mappings and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    @cached_property
+    def _takes_mappings(self) -> bool:
+        """Whether a call's arguments can be a mapping, as transformers' documentation has it; else they are text."""
+        function = {"name": _TOOL, "arguments": {_KEY: _ANSWER}}
+        calls = [{"id": _CALL_ID, "type": "function", "function": function}]
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
+            shown = self._apply([_user(_USER), {"role": "assistant", "content": "", "tool_calls": calls}], False)
+        except RequestError:
+            return False
+        return f"{{'{_KEY}'" not in shown
+
+    def _apply(self, messages: list[Message], opens_answer: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=opens_answer, **self._given
+            )
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _content(message: Message) -> str:
+    """Null beside calls counts as empty."""
+    return message.get("content") or ""
 
 
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:

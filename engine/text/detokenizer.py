@@ -6,11 +6,12 @@ Knows a tokenizers.Tokenizer and outputs; must not know torch, requests or templ
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
+from kvstore.engine.outputs import AnswerEvent, Piece, RequestOutput, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.answer_parser import AnswerParser
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,7 +36,10 @@ class Detokenizer:
     text: everything released so far. stop_string: the stop string that was met (among several that end at the same
     character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
     Without a tokenizer all text is "". Special tokens and ids without a token decode to "". The text of the first
-    `min_tokens` tokens is released without a search for stop strings.
+    `min_tokens` tokens is released without a search for stop strings, as is that of a tool call.
+
+    parser: is fed with the text that is released, which then shows the special tokens that delimit its parts. events:
+    of that text; whoever takes them empties the list.
     """
 
     def __init__(
@@ -44,11 +48,15 @@ class Detokenizer:
         stop: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.text = ""
+        self.events: list[AnswerEvent] = []
         self.stop_string: str | None = None
         self.num_tokens = 0
-        self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids)
+        self._parser = parser
+        shown = parser.template.shown_tokens if parser else {}
+        self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids, shown)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._held = ""  # whole characters that may begin a stop string
@@ -70,6 +78,7 @@ class Detokenizer:
         if self._decoder is None or self.stop_string is not None:
             return ""
         released = self._filter(self._decoder.flush())
+        self._parse(self._held)
         released += self._held
         self._held = ""
         self.text += released
@@ -77,30 +86,54 @@ class Detokenizer:
 
     def _filter(self, piece: str) -> str:
         """The part of `_held` and `piece` that can be released; sets stop_string when one is complete."""
-        if not self._stop or not piece or self.num_tokens < self._min_tokens:
+        if not piece or not (self._stop or self._parser):
             return piece
-        text = self._held + piece
-        self._held = ""
+        text, self._held = self._held + piece, ""
+        end, stop = self._search(text)
+        self._parse(text[:end])
+        if self._parser is not None and self._parser.inside_call:
+            self._parse(text[end:])
+            return text
+        self.stop_string = stop
+        self._held = "" if stop else text[end:]
+        return text[:end]
+
+    def _search(self, text: str) -> tuple[int, str | None]:
+        """How much of the text no stop string can begin in, and the stop string that is complete after that."""
+        is_call = self._parser is not None and self._parser.inside_call
+        if not self._stop or is_call or self.num_tokens < self._min_tokens:
+            return len(text), None
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:  # the one that ends first, however the text was split; among these the longest
-            _, start, self.stop_string = min(found)
-            return text[:start]
+            _, start, stop = min(found)
+            return start, stop
         longest = max(len(stop) for stop in self._stop)
         for start in range(max(0, len(text) - longest + 1), len(text)):
             if any(stop.startswith(text[start:]) for stop in self._stop):
-                self._held = text[start:]
-                return text[:start]
-        return text
+                return start, None
+        return len(text), None
+
+    def _parse(self, text: str) -> None:
+        if self._parser is not None and text:
+            self.events += self._parser.feed(text)
 
 
 class ChoiceText:
-    """Choice `index` of an output, which it fills. Without a tokenizer all text is ""."""
+    """Choice `index` of an output, which it fills. Without a tokenizer all text is "". parser: of this choice alone."""
 
-    def __init__(self, output: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        output: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        parser: AnswerParser | None = None,
+    ) -> None:
         self.choice = output.choices[index]
         self._index = index
         known = tokenizer if params.detokenize else None
-        self._text = Detokenizer(known, params.stop, output.prompt_token_ids, params.min_tokens)
+        self._parser = parser
+        self._text = Detokenizer(known, params.stop, output.prompt_token_ids, params.min_tokens, parser)
 
     @property
     def stop_string(self) -> str | None:
@@ -119,13 +152,21 @@ class ChoiceText:
         if self.stop_string is not None:
             finish_reason = "stop"
         choice.text += released
-        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,))
+        logprobs = None if logprob is None else (logprob,)
+        return Piece(self._index, released, (token_id,), finish_reason, logprobs, self._take_events(finish_reason))
 
     def end(self, finish_reason: str) -> Piece:
         """Its last piece, if it ends without a token."""
         released = self._text.finish()
         self.choice.text += released
-        return Piece(self._index, released, (), finish_reason)
+        return Piece(self._index, released, (), finish_reason, events=self._take_events(finish_reason))
+
+    def _take_events(self, finish_reason: str | None) -> tuple[AnswerEvent, ...]:
+        if self._parser is None:
+            return ()
+        last = [] if finish_reason is None else self._parser.finish(finish_reason)
+        events, self._text.events = self._text.events, []
+        return (*events, *last)
 
 
 class _Decoder:
@@ -139,8 +180,10 @@ class _Decoder:
     in the first case and raises in the second.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], shown: Mapping[int, str]) -> None:
+        """shown: special tokens that have a text here."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._window: list[int] = []
         self._decoded = ""  # text of the window
         self._num_released = 0  # characters of it
@@ -150,6 +193,10 @@ class _Decoder:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
+        if token_id in self._shown:
+            piece = self.flush() + self._shown[token_id]
+            self._restart(self._context(self._window), 0)
+            return piece
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._decoded and self._is_silent(token_id):

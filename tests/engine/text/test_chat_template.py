@@ -180,3 +180,100 @@ def test_the_head_keeps_a_system_prompt_that_spells_a_control_token_as_text():
     system = [{"role": "system", "content": "Never say <|eot_id|> here."}]
     head = chat.head_ids(system)
     assert chat.prompt_ids([*system, user("Hi")])[: len(head)] == head
+
+
+WITH_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}: {{ ARGUMENTS }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think></think>' }}{% endif %}{{ note }}{% endif %}"
+)
+MAPPINGS = WITH_TOOLS.replace("ARGUMENTS", "c.function.arguments | tojson")
+TEXTS = WITH_TOOLS.replace("ARGUMENTS", "'json ' + c.function.arguments")
+REPRS = WITH_TOOLS.replace("ARGUMENTS", "c.function.arguments")
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "It does f.", "parameters": {"type": "object"}}}]
+ARGUMENTS = {"a": "é", "b": [1, None]}
+
+
+def called(arguments=ARGUMENTS, **more):
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+def result(text="4"):
+    return {"role": "tool", "tool_call_id": "call_1", "content": text}
+
+
+def text_of(template, messages):
+    return words(CHATML).decode(template.prompt_ids(messages))  # the tokens are the same
+
+
+@pytest.mark.parametrize(("template", "knows"), [(CHATML, False), (NO_SYSTEM, False), (MAPPINGS, True), (TEXTS, True)])
+def test_whether_a_template_knows_tools_is_seen_in_what_it_shows(template, knows):
+    assert make(template).knows_tools is knows
+
+
+@pytest.mark.parametrize(("template", "shown"), [
+    (MAPPINGS, 'f: {"a": "é", "b": [1, null]}'), (TEXTS, 'f: json {"a": "é", "b": [1, null]}'),
+    (REPRS, 'f: {"a": "é", "b": [1, null]}'),
+])  # fmt: skip
+def test_arguments_are_given_as_the_template_takes_them(template, shown):
+    history = [user("Four?"), called(), result()]
+    text = text_of(make(template), history)
+    assert f"<|im_start|>assistant\n{shown}<|im_end|>\n<|im_start|>tool\n4<|im_end|>" in text
+    written = [user("Four?"), called('{"a": "é", "b": [1, null]}'), result()]
+    assert text_of(make(template), written) == text
+
+
+def test_arguments_that_are_no_json_are_shown_as_they_are():
+    assert 'f: "{oops"' in text_of(make(MAPPINGS), [user("Four?"), called("{oops"), result()])
+
+
+def test_reasoning_is_shown_under_the_name_that_the_template_has():
+    history = [user("Four?"), called(reasoning_content="Hm."), result()]
+    text = text_of(make(MAPPINGS), history)
+    assert "<think>Hm.</think>f:" in text
+    assert text_of(make(MAPPINGS.replace("reasoning_content", "thinking")), history) == text
+
+
+def test_tools_and_variables_are_in_the_prompt_and_in_what_opens_the_answer():
+    template = make(MAPPINGS)
+    assert "It does f." in text_of(template.using(TOOLS), [user("Hi")])
+    assert "It does f." not in text_of(template, [user("Hi")])
+    assert template.opening == template.using(TOOLS).opening == "<|im_start|>assistant\n"
+    assert template.using(kwargs={"enable_thinking": False}).opening == "<|im_start|>assistant\n<think></think>"
+    assert template.using(TOOLS) is template.using(TOOLS)
+    assert template.using() is template
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"]
+)
+def test_variables_that_are_not_the_requests_are_refused(name):
+    with pytest.raises(RequestError, match=f"chat_template_kwargs sets {name}; give only") as raised:
+        make(MAPPINGS).using(kwargs={"mine": 1, name: 2})
+    assert raised.value.param == "chat_template_kwargs"
+
+
+def test_a_turn_after_tools_gives_the_ids_of_the_whole():
+    template = make(MAPPINGS).using(TOOLS)
+    history = [user("Four?"), called(), result(), assistant("Four.")]
+    ids = template.prompt_ids(history[:-1]) + template.encode_answer("Four.")
+    assert template.next_ids(ids, history, "Thanks") == template.prompt_ids([*history, user("Thanks")])
+
+
+@pytest.mark.parametrize("control", ["<|im_end|>", "<|im_start|>", "</s>"])
+def test_no_text_beside_contents_becomes_a_control_token(control):
+    """Arguments, results, reasoning, tools and variables come from people, too."""
+
+    def ids(word):
+        tools = [{"type": "function", "function": {"name": "f", "description": word, "parameters": {word: [word]}}}]
+        history = [user("Hi"), called({"a": word, word: [{"b": word}]}, reasoning_content=word), result(word)]
+        return make(MAPPINGS).using(tools, {"note": word}).prompt_ids(history)
+
+    spelled, plain, tokenizer = ids(f"x{control}y"), ids("xy"), words(CHATML)
+    control_ids = set(tokenizer.added_tokens_decoder)
+    assert [i for i in spelled if i in control_ids] == [i for i in plain if i in control_ids]
+    assert tokenizer.decode(spelled).replace(f"x{control}y", "xy") == tokenizer.decode(plain)

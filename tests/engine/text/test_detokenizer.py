@@ -1,11 +1,17 @@
 """Pieces add up to the tokenizer's own decode, in whole characters, cut at the stop string that ends first."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvstore.engine.text.detokenizer import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, Detokenizer
+from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, TextDelta, ToolCallEvent, Usage
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.answer_parser import AnswerParser
+from kvstore.engine.text.detokenizer import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, Detokenizer
+from kvstore.engine.text.response_template import ResponseTemplate
 
 SENTENCES = [
     "Hello, how are you today? I am fine, thank you.",
@@ -251,3 +257,81 @@ def test_a_stop_string_that_is_complete_only_with_the_unfinished_character():
     assert detokenizer.append([BYTE_FALLBACK.token_to_id("a"), *byte_ids(BYTE_FALLBACK, [0xE4])]) == "a"
     assert detokenizer.finish() == ""
     assert detokenizer.stop_string == REPLACEMENT
+
+
+def spoken(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "x\\n\\ny"}}</tool_call>'
+HERMES = ResponseTemplate(
+    {
+        "start_anchor": "assistant",
+        "fields": {
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "content": "json",
+                "transform": {"function": "{content}"},
+            },
+            "content": {},
+        },
+    }
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+WHOLE = ToolCallEvent("whole", 0, "f", '{"a": "x\\n\\ny"}')
+
+
+@pytest.mark.parametrize(("before", "after", "stop", "said", "ended_by"), [
+    ("Hm ", "", '"a"', f"Hm {CALL}", None),
+    ("Hm", "!END", "\\n\\n", f"Hm{CALL}!END", None),
+    ("Hm", "!END", "END", f"Hm{CALL}!", "END"),
+    ("HmEND", "", "END", "Hm", "END"),
+    ("Hm", " <", "<x", f"Hm{CALL} <", None),
+])  # fmt: skip
+def test_stop_strings_do_not_count_within_a_call(before, after, stop, said, ended_by):
+    parser = AnswerParser(HERMES, "", TOOLS)
+    detokenizer = Detokenizer(BYTE_LEVEL, [stop], parser=parser)
+    text = detokenizer.append(spoken(BYTE_LEVEL, before + CALL + after)) + detokenizer.finish()
+    assert (text, detokenizer.stop_string) == (said, ended_by)
+    events = detokenizer.events + parser.finish("stop")
+    assert [event for event in events if getattr(event, "state", "") == "whole"] == [WHOLE] * ("<tool_call>" in said)
+    content = "".join(event.text for event in events if isinstance(event, TextDelta))
+    assert content.split() == said.replace(CALL, "\n").split()
+
+
+def test_a_stop_string_that_begins_before_a_call_and_may_go_on_within_it_does_not_hold_it_back():
+    parser = AnswerParser(HERMES, "", TOOLS)
+    detokenizer = Detokenizer(BYTE_LEVEL, ["<tool_call>{x"], parser=parser)
+    assert detokenizer.append(spoken(BYTE_LEVEL, CALL)) + detokenizer.finish() == CALL
+    assert WHOLE in detokenizer.events
+
+
+@BOTH
+def test_special_tokens_that_delimit_have_a_text_for_the_parser_alone(tokenizer):
+    """As with `<|tool_call|>` of Granite: without a parser they are left out, as other special tokens are with it."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
+    words = ["a lo", "<other>", "<tool_call>", " f", "</tool_call>", " b"]
+    ids = [i for word in words for i in spoken(tokenizer, word)]
+    shown = {tokenizer.token_to_id(token): token for token in ("<tool_call>", "</tool_call>")}
+    parser = AnswerParser(replace(HERMES, shown_tokens=shown), "", TOOLS)
+    seen = Detokenizer(tokenizer, parser=parser, prompt_token_ids=spoken(tokenizer, "a"))
+    text = seen.append(ids) + seen.finish()
+    assert "<tool_call>" in text
+    assert "</tool_call>" in text
+    unseen = Detokenizer(tokenizer, prompt_token_ids=spoken(tokenizer, "a"))
+    assert text.replace("<tool_call>", "").replace("</tool_call>", "") == unseen.append(ids) + unseen.finish()
+
+
+def test_pieces_bring_the_events_of_their_text():
+    ids = spoken(BYTE_LEVEL, f"Hm{CALL}")
+    output = RequestOutput("", [], [Choice()], Usage(0, 0, CachedTokensDetails()), None)
+    choice = ChoiceText(output, 0, SamplingParams(), BYTE_LEVEL, AnswerParser(HERMES, "", TOOLS))
+    pieces = [choice.add_token(token_id, None, None) for token_id in ids]
+    assert [event for piece in pieces for event in piece.events][-2:] == [ToolCallEvent("begun", 0), WHOLE]
+    cut = ChoiceText(output, 0, SamplingParams(), BYTE_LEVEL, AnswerParser(HERMES, "", TOOLS))
+    pieces = [cut.add_token(token_id, None, None) for token_id in ids[:-5]]
+    last = cut.end("abort")
+    assert [event.state for event in last.events] == ["cut"]
+    assert last.events[0].arguments == CALL.removeprefix("<tool_call>")[: len(last.events[0].arguments)]
