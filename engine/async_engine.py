@@ -12,14 +12,15 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvstore.engine.client.messages import Spliced
-from kvstore.engine.client.requests import Handle
+from kvstore.engine.client.requests import Handle, NewParser, no_parser
 from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.chat import ChatSession, messages_of
 from kvstore.engine.sessions.stored import OneTurn
 from kvstore.engine.stats import EngineStats
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, num_chars_of
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, ToolsGiven, options_of
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.engine.turns import Port, Turn, held
 from kvstore.sessions.record import TurnRecord
@@ -62,25 +63,31 @@ class AsyncChat:
         """The last turn's output."""
         return self.session.last
 
-    async def start(self, text: str, params: SamplingParams | None = None) -> Turn[TurnRecord | None]:
+    async def start(
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
+    ) -> Turn[TurnRecord | None]:
         """Queue a turn for a caller that may end it: `stop` keeps what was said, `aclose` does not. Its result is the
-        stored turn; None if nothing was said.
+        stored turn; None if nothing was said. said, tools: see `ChatSession.send`.
         """
-        return await self._engine.start_turn(self.session, [{"role": "user", "content": text}], params)
+        return await self._engine.start_turn(self.session, messages_of(said), params, options=options_of(tools))
 
-    async def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
+    async def send(
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
+    ) -> RequestOutput:
         """Send one turn, which is durable on return. A cancelled turn is not stored. Raises as `ChatSession.send`."""
-        async with await self.start(text, params) as answer:
+        async with await self.start(said, params, tools) as answer:
             async for _ in answer:
                 pass
         return answer.output
 
-    async def stream(self, text: str, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+    async def stream(
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
+    ) -> AsyncIterator[Piece]:
         """`send`, piece by piece. Closing it early ends the answer there and keeps it.
 
         After a `break`, Python closes a generator only some time later; `contextlib.aclosing` closes it at once.
         """
-        async with await self.start(text, params) as answer:
+        async with await self.start(said, params, tools) as answer:
             try:
                 async for piece in answer:
                     yield piece
@@ -223,6 +230,7 @@ class AsyncEngine:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         idempotency_key: str | None = None,
+        options: AnswerOptions = NO_OPTIONS,
     ) -> Turn[TurnRecord | None]:
         """Queue a turn of a session. Raises as `ChatSession.begin`. Its result is the stored turn, if any."""
         port, chosen = self.port, params or SamplingParams()
@@ -232,10 +240,10 @@ class AsyncEngine:
 
                 def begin() -> OneTurn:
                     turn.check_wanted()
-                    return chat.begin(hold, chat.check(messages, chosen), chosen, port)
+                    return chat.begin(hold, chat.check(messages, chosen), chosen, port, options=options)
 
                 rendered = [*messages, *([] if chat.token_ids else chat.messages)]
-                num_chars = sum(len(message["content"]) for message in rendered)
+                num_chars = num_chars_of(rendered)
                 begun = await self.call_with_text(num_chars, begin)
                 turn.session_id, turn.number = chat.session_id, chat.num_turns + 1
                 try:
@@ -264,15 +272,16 @@ class AsyncEngine:
         priority: int = 0,
         spliced: Spliced | None = None,
         turn_starts: Sequence[int] = (),
+        parser: NewParser = no_parser,
     ) -> Handle:
-        """Queue a prompt for the script of this turn. See `start`."""
+        """Queue a prompt for the script of this turn. See `start`, and `CoreClient.submit`."""
         port, chosen = self.port, params or SamplingParams()
 
         def submit() -> Handle:
             turn.check_wanted()
             engine, facts = self.engine, self.engine.facts
             token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
-            return engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts)
+            return engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts, parser)
 
         if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:
             return submit()  # never waits, and a thread would cost more than the call

@@ -118,6 +118,9 @@ class EngineConfig:
     distributed_executor: str = setting(
         "here", one_of(*EXECUTORS), "who starts these processes: here, this one; ray, on any number of machines"
     )
+    tool_call_parser: str | None = setting(
+        None, PLACE, "how the model writes calls of tools, by vLLM's name, such as hermes", shown="as its template says"
+    )
     # Of one of several engines behind one front, which `client.opening` sets: no flags.
     data_parallel_size: int = setting(1, ENGINES)
     data_parallel_rank: int = 0

@@ -22,17 +22,19 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.admin import Admin, weak_handler
 from kvstore.engine.client.messages import Core, Flush, ReadStats
 from kvstore.engine.client.opening import check_process, open_here, open_own
-from kvstore.engine.client.requests import Bell, CoreClient
+from kvstore.engine.client.requests import Bell, CoreClient, no_parser
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.progress import shown
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.chat import Chats, ChatSession, Language
+from kvstore.engine.sessions.chat import Chats, ChatSession
 from kvstore.engine.stats import EngineStats
-from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.engine.text.prompts import checked_prompts, prompt_ids
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.language import Language, ToolsGiven, options_of
+from kvstore.engine.text.prompts import checked_prompts, is_conversation, prompt_ids
+from kvstore.engine.text.response_template import choose_template
 from kvstore.errors import KVStoreError, RemoteError, StoreLockedError, StoreLostError
 from kvstore.sessions.answers import open_answers
 from kvstore.sessions.record import SessionKey
@@ -82,6 +84,7 @@ class Engine:
         a while, because that may be about to end. shutdown_s: how long `close` waits for the process before it kills
         it. silence_s: how long it, or another rank, may give no sign of life, at least 2 s; loading and a single step
         may take ten times as long.
+    tool_call_parser: how the model writes calls, by vLLM's name such as "hermes"; None: as its chat template says.
     data_parallel_size: with "own", how many engines compute, each with the whole model. They share the disk tier and
         divide the CPU tier; hbm, and what concerns a batch, is of each. When one ends, the others go on.
 
@@ -120,6 +123,7 @@ class Engine:
         progress: bool = False,
         data_parallel_size: int = 1,
         process: str = "here",
+        tool_call_parser: str | None = None,
         *,
         shutdown_s: float = 10.0,
         silence_s: float = 30.0,
@@ -130,7 +134,7 @@ class Engine:
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
             policy, eviction, tokenizer, revision, enforce_eager, chat_template, kv_events, kv_events_topic,
             session_store, session_durability, session_replicas, tensor_parallel_size, pipeline_parallel_size,
-            distributed_executor, data_parallel_size,
+            distributed_executor, tool_call_parser, data_parallel_size,
         )  # fmt: skip
         check_process(config, process, silence_s)
         with ExitStack() as opened, shown(progress):
@@ -147,11 +151,13 @@ class Engine:
                 self.core, self.tokenizer = open_here(config, directory, silence_s, opened)
             else:
                 self.core, self.tokenizer = open_own(config, directory, silence_s, shutdown_s, max_restarts, opened)
-            self._open_front(directory, shared, opened)
+            self._open_front(directory, shared, tool_call_parser, opened)
 
-    def _open_front(self, directory: StoreDirectory | None, shared: SessionStore | None, opened: ExitStack) -> None:
+    def _open_front(
+        self, directory: StoreDirectory | None, shared: SessionStore | None, parser: str | None, opened: ExitStack
+    ) -> None:
         """Conversations, over the core. opened: closed with this object. shared: sessions that several servers share,
-        instead of those in the directory.
+        instead of those in the directory. parser: `tool_call_parser`.
         """
         tokenizer, self.facts = self.tokenizer, self.core.facts
         self.client = CoreClient(self.core, None if tokenizer is None else tokenizer.backend_tokenizer)
@@ -165,7 +171,9 @@ class Engine:
         self.answers = open_answers(directory)
         opened.callback(self.answers.close)
         opened.callback(self.core.close)  # first, so that turns it ends can still be stored
-        self.chats = Chats(self.client, Language(tokenizer, None if fault else template, why_not), self.sessions)
+        answers = None if template is None else choose_template(tokenizer, parser)
+        language = Language(tokenizer, None if fault else template, why_not, answers)
+        self.chats = Chats(self.client, language, self.sessions)
         self.admin = Admin(self.chats, self.answers)
         with suppress(RemoteError, StoreLostError):  # later rounds retry
             self.admin.resume()
@@ -191,23 +199,30 @@ class Engine:
     # -- the library's interface -------------------------------------------------------------------------------------
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]] | str,
+        prompts: Sequence[str | Sequence[int] | Sequence[Message]] | str,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        tools: ToolsGiven = (),
     ) -> list[RequestOutput]:
-        """Answer each prompt, a text or token ids. All run together; one output per prompt, in order.
+        """Answer each prompt: a text, token ids, or the messages of a conversation. All run together; one output per
+        prompt, in order.
 
         params: one for all, or one each; without `max_tokens` an answer may take all that is left of the window.
-        tenant, cache_salt: prompts of different tenants or salts share no KV. Raises RequestError or ContextLengthError
-        before anything runs, if one of them is wrong.
+        tenant, cache_salt: prompts of different tenants or salts share no KV. tools: for messages, as in chat
+        completions, or AnswerOptions. Raises RequestError or ContextLengthError before anything runs, if one is wrong.
         """
         texts, each = checked_prompts(prompts, params)
-        ids = [prompt_ids(prompt, self.tokenizer, self.facts.vocab_size) for prompt in texts]
+        language, options = self.chats.language, options_of(tools)
+        template = language.chat_template(options) if texts and all(map(is_conversation, texts)) else None
+        ids = [self._ids(prompt, template) for prompt in texts]
+        parser = no_parser
+        if template is not None:
+            parser, each = language.parser(options), [language.constrained(params, options) for params in each]
         bell = Bell(only_ends=True)
         asked = list(zip(ids, each, strict=True))
-        handles = self.client.submit_all(asked, tenant, cache_salt, priority, listener=bell)
+        handles = self.client.submit_all(asked, tenant, cache_salt, priority, listener=bell, parser=parser)
         try:
             for handle in handles:
                 bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
@@ -216,6 +231,12 @@ class Engine:
             for handle in handles:
                 self.client.abort(handle)
         return [handle.output for handle in handles]
+
+    def _ids(self, prompt: Any, template: ChatTemplate | None) -> list[int]:
+        """template: for messages."""
+        if template is None:
+            return prompt_ids(prompt, self.tokenizer, self.facts.vocab_size)
+        return template.prompt_ids(list(prompt))
 
     def chat(
         self,

@@ -64,20 +64,95 @@ class Timings:
     decode_s: float | None = None  # from its first token to its end
 
 
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of an answer's reasoning or of its content."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEvent:
+    """Call `index` of an answer.
+
+    "begun": its opener was met; the name is "" if it comes later, and what follows may still turn out to be content.
+    "whole": arguments is the text of a JSON object, and the call has an id. "cut": the answer ended within it;
+    arguments is what there is, as the model wrote it.
+    """
+
+    state: Literal["begun", "whole", "cut"]
+    index: int
+    name: str = ""
+    arguments: str = ""
+    id: str = ""
+
+
+AnswerEvent: TypeAlias = TextDelta | ToolCallEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model wrote. arguments: the text of a JSON object, or, of a call that was cut off, what there is.
+
+    id: cannot be guessed; "" of a call that was cut off.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass(slots=True)
 class Choice:
-    """One answer."""
+    """One answer. text: as the model wrote it. content, reasoning, tool_calls: its parts, where it is parsed.
+
+    parsed_content: None where it is not. cut_call: a call within which the answer ended, which is not to be run.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "tool_calls", "length" or "abort"
     stop_reason: str | int | None = None  # the string or id that ended it
     logprobs: list[TokenLogprob] | None = None
+    parsed_content: str | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    cut_call: ToolCall | None = None
+
+    def add(self, event: AnswerEvent) -> None:
+        """Take in a part of the answer."""
+        if isinstance(event, TextDelta):
+            if event.kind == "reasoning":
+                self.reasoning += event.text
+            else:
+                self.parsed_content = (self.parsed_content or "") + event.text
+        elif event.state == "whole":
+            self.tool_calls.append(ToolCall(event.id, event.name, event.arguments))
+        elif event.state == "cut":
+            self.cut_call = ToolCall("", event.name, event.arguments)
+
+    @property
+    def content(self) -> str:
+        return self.text if self.parsed_content is None else self.parsed_content
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer in a conversation, as in chat completions."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The result of one prompt. text, token_ids and finish_reason are those of the first choice."""
+    """The result of one prompt. text, token_ids, content, and so on are those of the first choice."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -98,38 +173,24 @@ class RequestOutput:
     def finish_reason(self) -> str | None:
         return self.choices[0].finish_reason
 
+    @property
+    def content(self) -> str:
+        return self.choices[0].content
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """More text of an answer's reasoning or of its content."""
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
 
-    kind: Literal["reasoning", "content"]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallEvent:
-    """Call `index` of an answer.
-
-    "begun": its opener was met; the name is "" if it comes later, and what follows may still turn out to be content.
-    "whole": arguments is the text of a JSON object. "cut": the answer ended within it; arguments is what there is, as
-    the model wrote it.
-    """
-
-    state: Literal["begun", "whole", "cut"]
-    index: int
-    name: str = ""
-    arguments: str = ""
-
-
-AnswerEvent: TypeAlias = TextDelta | ToolCallEvent
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return self.choices[0].tool_calls
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a stream: new text and token ids of choice `index`; finish_reason is set on its last piece.
 
-    events: the same text as reasoning, content and calls, if the answer is parsed.
+    events: the same text as reasoning, content and calls; None if the answer is not parsed.
     """
 
     index: int
@@ -137,7 +198,25 @@ class Piece:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
-    events: tuple[AnswerEvent, ...] = ()
+    events: tuple[AnswerEvent, ...] | None = None
+
+    @property
+    def parts(self) -> tuple[AnswerEvent, ...]:
+        """Its events; without, its text is content."""
+        if self.events is None:
+            return (TextDelta("content", self.text),) if self.text else ()
+        return self.events
+
+
+def events_of(message: Mapping[str, Any]) -> tuple[AnswerEvent, ...]:
+    """The parts of an answer that was given before."""
+    reasoning, calls = message.get("reasoning_content"), message.get("tool_calls") or ()
+    said = [TextDelta("reasoning", reasoning)] if reasoning else []
+    said += [TextDelta("content", message["content"])] if message["content"] else []
+    return (*said, *(
+        ToolCallEvent("whole", index, call["function"]["name"], call["function"]["arguments"], call["id"])
+        for index, call in enumerate(calls)
+    ))  # fmt: skip
 
 
 def describe_tiers(stats: Mapping[str, Any]) -> str:

@@ -75,7 +75,10 @@ class StructuredOutputsParams:
     json: a JSON schema, as an object or as text. oneOf counts as anyOf, and there is no white space but in strings.
     regex: a regular expression without look-around. choice: one of these texts. grammar: Lark, or GBNF (with `::=`).
     json_object: any JSON object.
-    tags: free text, in which each tag's trigger must go on with what the tag allows. required: no text, but tags.
+    tags: free text, in which each tag's trigger must go on with what the tag allows. required: no text, but tags; with
+    json, that or tags. single: at most one tag, and nothing after it.
+    reasoning: the texts that open and close reasoning, which is free and may come before all that; if the first is "",
+    it is open already. param: what errors name.
     Raises RequestError for what is too large; what cannot be compiled fails when the answer is to begin.
     """
 
@@ -86,13 +89,16 @@ class StructuredOutputsParams:
     json_object: bool = False
     tags: Sequence[StructuralTag] = ()
     required: bool = False
+    single: bool = False
+    reasoning: tuple[str, str] | None = None
+    param: str = "structured_outputs"
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object", "tags")
         given = [kind for kind in kinds if getattr(self, kind) not in (None, False) and (kind != "tags" or self.tags)]
-        if len(given) != 1:
+        if len(given) != 1 and not (self.required and given == ["json", "tags"]):
             said = f"has {' and '.join(given)}" if given else "has nothing to match"
-            raise RequestError(f"structured_outputs {said}; give one of {', '.join(kinds)}", "structured_outputs")
+            raise RequestError(f"{self.param} {said}; give one of {', '.join(kinds)}", self.param)
         for kind in given:
             if kind in ("regex", "grammar"):
                 _text(kind, kind, getattr(self, kind))

@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from kvstore.engine.sampling_params import SamplingParams, StructuralTag, StructuredOutputsParams
     from kvstore.engine.sessions.chat import ChatSession
     from kvstore.engine.stats import EngineStats
+    from kvstore.engine.text.language import AnswerOptions
 
 __version__ = "0.1.1"
 __all__ = [
-    "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "EngineStats", "SamplingParams",
-    "StructuralTag", "StructuredOutputsParams", "__version__"
+    "AnswerOptions", "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "EngineStats",
+    "SamplingParams", "StructuralTag", "StructuredOutputsParams", "__version__"
 ]  # fmt: skip
 __all__ += errors.__all__
 
@@ -54,6 +55,7 @@ _HOMES = {
     "AsyncEngine": "kvstore.engine.async_engine",
     "BlockStore": "kvstore.block_store",
     "CacheTiers": "kvstore.config",
+    "AnswerOptions": "kvstore.engine.text.language",
     "ChatSession": "kvstore.engine.sessions.chat",
     "Engine": "kvstore.engine.engine",
     "EngineStats": "kvstore.engine.stats",

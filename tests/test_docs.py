@@ -35,6 +35,7 @@ PROMISED = {  # words of what the programs of a document print, in order
         ("My name is Ada. 1",),
     ],
     "docs/server.md": [("Ada",)],
+    "docs/agents.md": [('tool_calls weather {"city": "', "tokens were cached"), ("clock True",)],
     "docs/block-store.md": [("True means", "[True, True, False] True True", "2 blocks")],
 }
 PROGRAMS = [(name, at, code) for name in PROMISED for at, code in enumerate(PROGRAM.findall(TEXTS[name]))]

@@ -22,6 +22,7 @@ from kvstore.engine.client.messages import Call, Core, Facts, Spliced, Submit
 from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.detokenizer import ChoiceText
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from kvstore.errors import EngineClosedError
@@ -54,6 +55,14 @@ class Handle:
         """Raise its error, if it ended with one. Others may share it."""
         if self.error is not None:
             raise self.error.with_traceback(self.trace)
+
+
+# Makes the parser of one answer; None: its text is its content.
+NewParser: TypeAlias = Callable[[], AnswerParser | None]
+
+
+def no_parser() -> AnswerParser | None:
+    return None
 
 
 # Called with those of its handles that have new pieces or have ended. It must not wait.
@@ -90,9 +99,11 @@ def _notify(handles: Iterable[Handle]) -> None:
 class _Running:
     """A request that has not ended. block_size: of its chain."""
 
-    def __init__(self, handle: Handle, params: SamplingParams, tokenizer: Tokenizer | None, block_size: int) -> None:
+    def __init__(
+        self, handle: Handle, params: SamplingParams, tokenizer: Tokenizer | None, block_size: int, parser: NewParser
+    ) -> None:
         self.handle = handle
-        self._texts = [ChoiceText(handle.output, index, params, tokenizer) for index in range(params.n)]
+        self._texts = [ChoiceText(handle.output, index, params, tokenizer, parser()) for index in range(params.n)]
         self._arrival_s = time.monotonic()
         self._block_size = block_size
         # By choice: the last piece of a choice that a stop string has ended here, until the core has ended it, too.
@@ -205,21 +216,22 @@ class CoreClient:
         spliced: Spliced | None = None,
         listener: Listener | None = None,
         turn_starts: Sequence[int] = (),
+        parser: NewParser = no_parser,
     ) -> Handle:
         """Queue one prompt of token ids; never waits. Raises as `Engine.generate`.
 
         spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
         of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
-        known: others may go on from there in another way. Raises EngineOverloadedError if the engine's process has too
-        many requests, EngineDiedError if it has ended.
+        known: others may go on from there in another way. parser: makes the parser of one answer. Raises
+        EngineOverloadedError if the engine's process has too many requests, EngineDiedError if it has ended.
         """
         prompts = [(token_ids, params)]
-        return self.submit_all(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts)[0]
+        return self.submit_all(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts, parser)[0]
 
     def submit_all(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], tenant: str = "", cache_salt: str = "",
         priority: int = 0, spliced: Spliced | None = None, listener: Listener | None = None,
-        turn_starts: Sequence[int] = (),
+        turn_starts: Sequence[int] = (), parser: NewParser = no_parser,
     ) -> list[Handle]:  # fmt: skip
         """`submit` for prompts that share a step if there is room. None is queued when one is wrong."""
         self.check_open()
@@ -231,7 +243,7 @@ class CoreClient:
         for (token_ids, params), max_tokens in zip(prompts, longest, strict=True):
             request_id = f"request-{next(self._numbers)}"
             handle = _new_handle(request_id, token_ids, params, max_tokens, listener or Bell())
-            running[request_id] = _Running(handle, params, self._tokenizer, facts.block_size)
+            running[request_id] = _Running(handle, params, self._tokenizer, facts.block_size, parser)
             silent = replace(params, stop=()) if params.stop else params
             asked.append(
                 Submit(request_id, token_ids, silent, max_tokens, tenant, priority, chain, lineage, turn_starts)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.client.messages import Forget, Prefetch
@@ -30,8 +30,16 @@ from kvstore.engine.sessions.stored import (
     window_of,
 )
 from kvstore.engine.sessions.window import Window, spliced_blocks
-from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.engine.text.prompts import check_length, check_owner, check_text, check_truncation, checked_turn
+from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, Language, ToolsGiven, options_of
+from kvstore.engine.text.prompts import (
+    check_length,
+    check_owner,
+    check_text,
+    check_truncation,
+    checked_turn,
+    is_conversation,
+)
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -53,8 +61,7 @@ class Means:
     """
 
     client: CoreClient
-    tokenizer: Any
-    template: ChatTemplate
+    language: Language
     sessions: SessionStore
     claims: Claims
     reopened: Callable[[SessionKey, str, str], ChatSession]
@@ -122,31 +129,39 @@ class ChatSession:
         return self.means.claims.on(self.key) is not None
 
     # -- turns -------------------------------------------------------------------------------------------------------
-    def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
+    def send(
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
+    ) -> RequestOutput:
         """One turn: the user's message in, the answer out, both added to the conversation; durable on return.
+
+        said: a text, or messages: a user's, results of the calls in the last answer, or, in a session without turns, a
+        history that ends with one of these. tools: as in chat completions, or AnswerOptions; each turn names its own.
 
         When prompt and `max_tokens` exceed the window, the oldest turns go, down to half the window; the system prompt
         stays. Raises RequestError while another turn runs or if the session was deleted, ContextLengthError when the
         message alone is too long (or anything is, with truncation "disabled"), and StoreError when the turn could not
         be stored; it is then not part of the conversation.
         """
-        for _ in self.stream(text, params):
+        for _ in self.stream(said, params, tools):
             pass
         assert self.last is not None
         return self.last
 
-    def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
+    ) -> Iterator[Piece]:
         """`send`, piece by piece; afterwards `last` is the whole output. Leaving early ends the answer there."""
-        params = SamplingParams() if params is None else params
-        return _pieces(self, self.check([{"role": "user", "content": text}], params), params)
+        chosen = SamplingParams() if params is None else params
+        return _pieces(self, self.check(messages_of(said), chosen), chosen, options_of(tools))
 
     def check(self, messages: Sequence[Message], params: SamplingParams) -> list[Message]:
         """See `checked_turn`. Only a session without turns takes a history."""
-        return checked_turn(messages, params, self.means.tokenizer, self.means.client.facts.max_request_tokens)
+        tokenizer = self.means.language.tokenizer
+        return checked_turn(messages, params, tokenizer, self.means.client.facts.max_request_tokens)
 
     def begin(
         self, hold: Hold, messages: Sequence[Message], params: SamplingParams, listener: Listener | None = None,
-        after_turn: int | None = None,
+        after_turn: int | None = None, options: AnswerOptions = NO_OPTIONS,
     ) -> OneTurn:  # fmt: skip
         """Queue a turn of the holder. `check` has passed `messages` and `params`. The caller must call `end`, whatever
         happens.
@@ -163,7 +178,7 @@ class ChatSession:
                 if self.stored.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
-                turn = hold.turn = self._submit(messages, params, hold.request_key, listener)
+                turn = hold.turn = self._submit(messages, params, hold.request_key, listener, options)
             undo.pop_all()
             return turn
 
@@ -177,26 +192,32 @@ class ChatSession:
             self.window = window_of(state, self.means.client)
 
     def _submit(
-        self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None
-    ) -> OneTurn:
-        before, text, client = self.window, said[-1]["content"], self.means.client
-        if len(said) > 1:
+        self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None,
+        options: AnswerOptions,
+    ) -> OneTurn:  # fmt: skip
+        before, client, language = self.window, self.means.client, self.means.language
+        old = max((i for i, m in enumerate(said) if m["role"] in ("system", "assistant")), default=-1) + 1
+        if old:
             if self.num_turns:
                 raise RequestError("a session that has turns takes one user message at a time", param="messages")
-            before = before.with_history(said[:-1])
+            before = before.with_history(said[:old])
+        new, template = said[old:], language.chat_template(options)
+        key = sha256(options.key.encode()).digest() if options.key else b""
+        check_results(new, before.messages)
         following = before.next_turn(
-            client, self.means.template, text, params, self.tenant, self.truncation, self.truncation_reuse
+            client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, key
         )
         try:
-            starts = following.turn_starts or self.means.template.first_start(before.system, following.prompt)
-            reused = (following.chain, following.lineage)
+            starts = following.turn_starts or template.first_start(before.system, following.prompt)
             handle = client.submit(
-                following.prompt, params, self.tenant, spliced=reused, listener=listener, turn_starts=starts
-            )
+                following.prompt, language.constrained(params, options), self.tenant,
+                spliced=(following.chain, following.lineage), listener=listener, turn_starts=starts,
+                parser=language.parser(options),
+            )  # fmt: skip
         except Exception:
             _forget(client, following.spliced_blocks(before.lineage))
             raise
-        return OneTurn(before, text, following, handle, idempotency_key)
+        return OneTurn(before, new, following, handle, idempotency_key)
 
     def end(self, hold: Hold, keep: bool = True) -> TurnRecord | None:
         """End the holder's turn and store it, durable on return; delete reused KV that no turn refers to.
@@ -227,7 +248,8 @@ class ChatSession:
         with self.storing:
             if self.stored.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
-            after = turn.after(means.tokenizer, means.template, means.client.facts.block_size)
+            language = means.language
+            after = turn.after(language.tokenizer, language.chat_template(), means.client.facts.block_size)
             record = turn.record(self.num_turns + 1, after)
             self.stored.commit(record, after.chain, hold.lease)
             self.window = after
@@ -262,7 +284,7 @@ class ChatSession:
                 if after is None:
                     self.means.sessions.confirm()
                     return None
-                record = record_of_truncation(self.num_turns + 1, before, after, self.means.template)
+                record = record_of_truncation(self.num_turns + 1, before, after, self.means.language.chat_template())
                 try:
                     self.stored.commit(record, after.chain, hold.lease)
                 except Exception:
@@ -294,14 +316,31 @@ class ChatSession:
         return hold.turn.unneeded_blocks(is_stored=False, is_deleted=True, block_size=block_size)
 
 
-def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams) -> Iterator[Piece]:
+def messages_of(said: str | Sequence[Message]) -> Sequence[Message]:
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if not is_conversation(said):
+        raise RequestError(f"the message is {said!r}; give a text, or a list of messages", param="messages")
+    return said
+
+
+def check_results(said: Sequence[Message], before: Sequence[Message]) -> None:
+    """Raises RequestError for results of calls that the last answer has not made."""
+    called = [call["id"] for call in (before[-1].get("tool_calls") or () if before else ())]
+    for message in said:
+        if message["role"] == "tool" and message.get("tool_call_id") not in called:
+            wrong = f"tool_call_id is {str(message.get('tool_call_id'))[:80]!r}, which is no call of the last answer"
+            raise RequestError(wrong, param="messages")
+
+
+def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams, options: AnswerOptions) -> Iterator[Piece]:
     """One turn; its last piece is held back until the turn is durable."""
     final: Piece | None = None
     claims = chat.means.claims
     hold = claims.hold(chat.key)
     with ExitStack() as held:
         held.callback(claims.release, hold)
-        turn = chat.begin(hold, said, params)
+        turn = chat.begin(hold, said, params, options=options)
         held.callback(chat.end, hold)
         for piece in chat.means.client.stream(turn.handle):
             if piece.finish_reason is None:
@@ -317,21 +356,6 @@ def _forget(client: CoreClient, block_ids: Sequence[BlockId]) -> None:
     if block_ids and not client.closed:
         with suppress(StoreError, EngineClosedError, EngineDiedError):
             client.call(Forget(block_ids, FORGET_S))
-
-
-@dataclass(frozen=True, slots=True)
-class Language:
-    """Encodes texts. template: None if there is none that works; why_no_chat is the reason."""
-
-    tokenizer: Any
-    template: ChatTemplate | None
-    why_no_chat: str
-
-    def chat_template(self) -> ChatTemplate:
-        """Raises RequestError."""
-        if self.template is None:
-            raise RequestError(self.why_no_chat, param="messages")
-        return self.template
 
 
 MAX_KEPT = 256
@@ -412,9 +436,8 @@ class Chats:
             self._let_go(key)
 
     def _means(self) -> Means:
-        language = self.language
-        template = language.chat_template()
-        return Means(self.client, language.tokenizer, template, self.sessions, self.claims, self._reopened)
+        self.language.chat_template()
+        return Means(self.client, self.language, self.sessions, self.claims, self._reopened)
 
     def _reopened(self, key: SessionKey, truncation: str, truncation_reuse: str) -> ChatSession:
         self.drop(key)

@@ -8,17 +8,20 @@ dropped. Holds no text.
 from __future__ import annotations
 
 import hmac
+import json
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstore.blocks.ids import BlockId
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sessions.chat import Chats
-from kvstore.engine.text.chat_template import Message, answer_ids
+from kvstore.engine.text.chat_template import Message, answer_ids, texts_of
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import check_length
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
@@ -127,19 +130,28 @@ class Keys:
     def __init__(self, root: BlockId, cache_salt: str) -> None:
         self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
 
-    def histories(self, messages: Sequence[Message]) -> list[bytes]:
-        """The digest of each message with all before it."""
-        history, found = b"", []
+    def histories(self, messages: Sequence[Message], options: AnswerOptions = NO_OPTIONS) -> list[bytes]:
+        """The digest of each message with all before it, and with the tools and variables at the prompt's head."""
+        history, found = (self._digest(b"op", options.key.encode()) if options.key else b""), []
         for message in messages:
             history = self.after(history, message)
             found.append(history)
         return found
 
     def after(self, history: bytes, message: Message) -> bytes:
-        """The digest of a history, given by its own, and a message: all fields of it, as a template may show any."""
-        parts = [text.encode("utf-8", "surrogatepass") for item in sorted(message.items()) for text in item]
-        said = self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
-        return self._digest(b"hi", history + said)
+        """The digest of a history, given by its own, and a message."""
+        return self._digest(b"hi", history + self.message(message))
+
+    def message(self, message: Message) -> bytes:
+        """The digest of a message: all fields of it, as a template may show any, but its reasoning. Calls count as JSON
+        values: clients order keys anew, and change white space.
+        """
+        shown = {key: value for key, value in message.items() if value is not None and key != "reasoning_content"}
+        if "tool_calls" in shown:
+            shown["tool_calls"] = json.dumps([_canonical(call) for call in shown["tool_calls"]], sort_keys=True)
+            shown["content"] = shown.get("content") or ""
+        parts = [text.encode("utf-8", "surrogatepass") for item in sorted(shown.items()) for text in item]
+        return self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 
     def text(self, answer: str) -> bytes:
         """The digest of an answer's text, whatever came before it."""
@@ -171,36 +183,42 @@ class Recall:
         tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder
         self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
 
-    def prompt(self, tenant: str, cache_salt: str, messages: list[Message]) -> tuple[list[int], list[int]]:
+    def prompt(
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
+    ) -> tuple[list[int], list[int]]:
         """`prompt_ids`, and where the first turn begins in them; empty if unknown."""
-        ids = self.prompt_ids(tenant, cache_salt, messages)
+        ids = self.prompt_ids(tenant, cache_salt, messages, options)
         system = [message for message in messages[:1] if message["role"] == "system"]
-        return ids, self._language.chat_template().first_start(system, ids)
+        return ids, self._language.chat_template(options).first_start(system, ids)
 
-    def prompt_ids(self, tenant: str, cache_salt: str, messages: list[Message]) -> list[int]:
+    def prompt_ids(
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
+    ) -> list[int]:
         """The ids of a history, with those of the answers in it that are known.
 
         Raises RequestError when the template refuses.
         """
-        template = self._language.chat_template()
+        template = self._language.chat_template(options)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
-        texts = [message["content"] for message in messages]
+        texts = [text for message in messages for text in texts_of(message)]
         check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
         keys = Keys(self._client.facts.root(tenant), cache_salt)
-        histories = keys.histories(messages)
+        histories = keys.histories(messages, options)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         known = self._lines.find_first(histories[index] for index in reversed(answered))
         beginning = None if known is None else (known.num_messages - 1, known.token_ids)
         rest = answered if known is None else [index for index in answered if index >= known.num_messages]
-        found = self._answers.find_ids([_names_of_answer(keys, histories[i], texts[i]) for i in rest]) if rest else []
+        names = [_names_of_answer(keys, histories[i], messages[i], messages[i]["content"]) for i in rest]
+        found = self._answers.find_ids(names) if rest else []
         answers = {index: ids for index, ids in zip(rest, found, strict=True) if ids is not None}
         recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
         return template.prompt_ids(messages) if recalled is None else recalled
 
     def note(
-        self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = ""
-    ) -> None:
+        self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = "",
+        options: AnswerOptions = NO_OPTIONS,
+    ) -> None:  # fmt: skip
         """Remember a finished answer: its choices are recognised from now on.
 
         messages: the prompt's, without those that a truncation dropped. session_id: the turn's session, if any; see
@@ -210,17 +228,19 @@ class Recall:
         if template is None or not messages:
             return
         keys = Keys(self._client.facts.root(tenant), cache_salt)
-        histories = keys.histories(messages)
+        histories = keys.histories(messages, options)
         before = [digest for digest, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
         owner = owner_tag(tenant, session_id) if session_id else b""
         for choice in output.choices:
-            if choice.finish_reason is None or not choice.token_ids:
+            # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
+            if choice.finish_reason is None or not choice.token_ids or choice.reasoning:
                 continue
             said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
-            history = keys.after(histories[-1], {"role": "assistant", "content": choice.text})
+            message = choice.message
+            history = keys.after(histories[-1], message)
             # Ids that its text does not show belong to this conversation only, not to others with the same text.
-            text = "" if self._silent.intersection(said) else choice.text
-            self._answers.put(_names_of_answer(keys, history, text), said, owner)
+            text = "" if self._silent.intersection(said) else choice.content
+            self._answers.put(_names_of_answer(keys, history, message, text), said, owner)
             known = KnownConversation(len(messages) + 1, [*output.prompt_token_ids, *said], owner)
             self._lines.add(history, before[-1] if before else b"", known)
 
@@ -231,6 +251,19 @@ class Recall:
         return self._answers.forget_owner(owner)
 
 
-def _names_of_answer(keys: Keys, history: bytes, text: str) -> list[bytes]:
-    """Names of the answer, the best first. An empty text says nothing about its ids."""
+def _names_of_answer(keys: Keys, history: bytes, message: Message, text: str | None) -> list[bytes]:
+    """Names of the answer, the best first. An empty text says nothing about its ids; ids of calls, which nobody can
+    guess, say all.
+    """
+    if "tool_calls" in message:
+        return [history, keys.message(message)]
     return [history, keys.text(text)] if text else [history]
+
+
+def _canonical(call: Mapping[str, Any]) -> list[Any]:
+    """A call as JSON values."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return [call.get("id"), call["function"]["name"], arguments]

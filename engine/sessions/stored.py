@@ -39,12 +39,12 @@ from kvstore.sessions.store import SessionStore
 class OneTurn:
     """A running turn.
 
-    before: the conversation so far, with the history that a first turn may bring. text: the user's message. next: the
-    prompt. handle: the request's.
+    before: the conversation so far, with the history that a first turn may bring. said: what it adds: the user's
+    message, or results of tools. next: the prompt. handle: the request's.
     """
 
     before: Window
-    text: str
+    said: Sequence[Message]
     next: NextTurn
     handle: Handle
     idempotency_key: str | None = None
@@ -57,21 +57,21 @@ class OneTurn:
     def after(self, tokenizer: Any, template: ChatTemplate, block_size: int) -> Window:
         """The conversation with this turn: text for people, ids for the next prompt."""
         output, lineage = self.handle.output, self.lineage
-        said = [{"role": "user", "content": self.text}, {"role": "assistant", "content": output.text}]
         said_ids = answer_ids(tokenizer, template, output.prompt_token_ids, output.choices[0])
         token_ids = [*output.prompt_token_ids, *said_ids]
         chain = list(self.next.chain) if lineage == self.next.lineage else []
         extend_chain(chain, lineage.root, token_ids, block_size)
-        messages = [*self.before.messages, *said]
+        messages = [*self.before.messages, *self.said, output.choices[0].message]
         return Window(
-            self.before.system, messages, self.next.num_dropped, token_ids, chain, lineage, self.next.turn_starts
-        )
+            self.before.system, messages, self.next.num_dropped, token_ids, chain, lineage, self.next.turn_starts,
+            self.next.options,
+        )  # fmt: skip
 
     def record(self, number: int, after: Window) -> TurnRecord:
         """What is stored of it: the ids that it adds, or all ids if they do not continue those before."""
         output, before = self.handle.output, self.before
         append = not self.next.rebase and after.lineage == before.lineage
-        messages: Sequence[Message] = after.messages if number == 1 else after.messages[-2:]
+        messages: Sequence[Message] = after.messages if number == 1 else after.messages[-len(self.said) - 1 :]
         return TurnRecord(
             number=number,
             messages=messages,
@@ -88,6 +88,7 @@ class OneTurn:
             usage=_usage(output),
             created_s=time.time(),
             idempotency_key=self.idempotency_key,
+            options=after.options,
         )
 
     def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int) -> Sequence[BlockId]:
@@ -115,7 +116,7 @@ def record_of_truncation(number: int, before: Window, after: Window, template: C
         first_reencoded=after.lineage.splice_index, splice_parent=after.lineage.splice_parent,
         splice_end=after.lineage.splice_end, turn_starts=after.turn_starts, num_dropped_messages=after.num_dropped,
         truncated_tokens=max(0, len(before.token_ids) - after.num_tokens(template)),
-        finish_reason="truncated", created_s=time.time(),
+        finish_reason="truncated", created_s=time.time(), options=after.options,
     )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def window_of(state: SessionState, client: CoreClient) -> Window:
         return Window(system, state.messages, state.num_dropped_messages, [], [], Lineage(root))
     return Window(
         system, state.messages, state.num_dropped_messages, state.token_ids, state.chain, lineage_of(state, root),
-        list(state.turn_starts),
+        list(state.turn_starts), state.options,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 
+_SEAMS = {("assistant", "user"), ("assistant", "tool")}  # the roles before and after the start of a turn
 ANSWER_SHARE = 8  # without a max_tokens that a truncation makes room for, a turn keeps 1/8 of the window for its answer
 
 
@@ -30,7 +31,7 @@ class NextTurn:
 
     chain: known ids of the prompt's first blocks; lineage: what they are built on. num_dropped: messages after the
     system prompt that are not in the prompt. turn_starts: where in the prompt each turn begins, as far as known.
-    rebase: the prompt does not continue the previous ids.
+    rebase: the prompt does not continue the previous ids. options: see `Window`.
     """
 
     prompt: list[int]
@@ -40,6 +41,7 @@ class NextTurn:
     turn_starts: list[int]
     truncated_tokens: int = 0
     rebase: bool = False
+    options: bytes = b""
 
     def spliced_blocks(self, *kept: Lineage) -> Sequence[BlockId]:
         return spliced_blocks(self.chain, self.lineage, *kept)
@@ -50,6 +52,7 @@ class Window:
     """A conversation at the end of a turn. turn_starts: where in the ids each turn begins; empty if unknown.
 
     messages: the whole transcript; num_dropped: how many of them, after the system prompt, are not in the window.
+    options: a digest of the tools and variables that its ids were rendered with; empty for none.
     """
 
     system: list[Message]
@@ -59,6 +62,7 @@ class Window:
     chain: list[BlockId]
     lineage: Lineage
     turn_starts: list[int] = field(default_factory=list)
+    options: bytes = b""
 
     @property
     def shown(self) -> list[Message]:
@@ -83,36 +87,42 @@ class Window:
         self,
         client: CoreClient,
         template: ChatTemplate,
-        text: str,
+        said: Sequence[Message],
         params: SamplingParams,
         tenant: str,
         truncation: str,
         reuse: str,
+        options: bytes = b"",
     ) -> NextTurn:
-        """The next prompt, truncated where that makes room for its answer. It may still be too long."""
-        user: Message = {"role": "user", "content": text}
-        prompt = template.next_ids(self.token_ids, self.shown, text) if self.token_ids else None
+        """The next prompt, truncated where that makes room for its answer. It may still be too long.
+
+        template: for these options. said: what is new.
+        """
+        if options != self.options and self.token_ids:  # other tools stand at the head of the prompt
+            known = replace(self, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[], options=options)
+            return known.next_turn(client, template, said, params, tenant, truncation, reuse, options)
+        prompt = template.following_ids(self.token_ids, self.shown, said) if self.token_ids else None
         if prompt is not None:
             starts = self._starts_with(template, self.turn_starts, len(self.token_ids), prompt)
-            turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts)
+            turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts, options=options)
         else:
-            turn = self._rendered(template, self.num_dropped, user)
+            turn = self._rendered(template, self.num_dropped, said, options)
         window, answer = client.facts.max_request_tokens, params.max_tokens
         if answer is None or answer > window // 2:  # who asks for that much must not lose the conversation for it
             answer = max(1, window // ANSWER_SHARE)
         is_first = len(self.messages) == len(self.system)  # nothing can be dropped
         if truncation == "disabled" or is_first or len(turn.prompt) + answer <= window:
             return turn
-        return self._truncated(client, template, user, len(turn.prompt), tenant, reuse)
+        return self._truncated(client, template, said, turn, tenant, reuse)
 
-    def _rendered(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
+    def _rendered(self, template: ChatTemplate, num_dropped: int, said: Sequence[Message], options: bytes) -> NextTurn:
         """Render the whole prompt; turn starts are known only for a first turn."""
-        prompt = template.prompt_ids([*self.kept(num_dropped), user])
+        prompt = template.prompt_ids([*self.kept(num_dropped), *said])
         starts: list[int] = []
         if len(self.kept(num_dropped)) == len(self.system):
             starts = template.first_start(self.system, prompt)
         rebase = len(self.messages) > len(self.system)
-        return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase)
+        return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase, options=options)
 
     def _starts_with(self, template: ChatTemplate, starts: list[int], num_known: int, prompt: list[int]) -> list[int]:
         """`starts` and the start of the turn that begins after the first `num_known` ids; empty if that is unknown."""
@@ -121,18 +131,27 @@ class Window:
             return []
         return [*starts, num_known + len(end)]
 
+    def _starts_of_turns(self) -> list[int]:
+        """Where a turn begins in the messages after the system prompt: after the start, and after each answer."""
+        said = self.messages[len(self.system) :]
+        return [i for i in range(len(said)) if i == 0 or (said[i - 1]["role"], said[i]["role"]) in _SEAMS]
+
     # -- truncation --------------------------------------------------------------------------------------------------
     def last(self, num_turns: int, client: CoreClient, tenant: str, reuse: str) -> Window | None:
         """The window with only its last turns, with the same ids; None when it has no more turns than that.
 
         If turn starts are unknown, or no turn is kept, it has no ids, and the next prompt is rendered.
         """
-        total = len(self.messages) - len(self.system)
-        num_dropped = max(0, total - 2 * num_turns)
+        said, begins = self.messages[len(self.system) :], self._starts_of_turns()
+        while num_turns and num_turns < len(begins) and said[begins[-num_turns]]["role"] == "tool":
+            num_turns += 1  # results stay with their calls
+        num_dropped = len(said) if num_turns == 0 else begins[-num_turns] if num_turns <= len(begins) else 0
         if num_dropped <= self.num_dropped:
             return None
         if not self.turn_starts or num_turns == 0:
-            return Window(self.system, self.messages, num_dropped, [], [], self.lineage.exact)
+            return replace(
+                self, num_dropped=num_dropped, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[]
+            )
         head, cut = self.turn_starts[0], self.turn_starts[-num_turns]
         kept = self.token_ids[:head] + self.token_ids[cut:]
         starts = [start - (cut - head) for start in self.turn_starts[-num_turns:]]
@@ -142,36 +161,46 @@ class Window:
             spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, spans, tenant))
         chain, lineage = spliced or ([], self.lineage.exact)
         extend_chain(chain, lineage.root, kept, client.facts.block_size)
-        return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
+        return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts, self.options)
 
     def _truncated(
-        self, client: CoreClient, template: ChatTemplate, user: Message, num_tokens: int, tenant: str, reuse: str
-    ) -> NextTurn:
-        """Drop whole turns, the oldest first, until at most half the window is left, or only the new message."""
-        total = len(self.messages) - len(self.system)
-        drops = range(min(self.num_dropped + 2, total), total + 1, 2)
+        self, client: CoreClient, template: ChatTemplate, new: Sequence[Message], whole: NextTurn, tenant: str,
+        reuse: str,
+    ) -> NextTurn:  # fmt: skip
+        """Drop whole turns, the oldest first, until at most half the window is left, or only what is new.
+
+        new: what the turn adds. whole: the turn without a truncation. Results of tools stay with their calls.
+        """
+        said, num_tokens = self.messages[len(self.system) :], len(whole.prompt)
+        total = len(said)
+        drops = [i for i in self._starts_of_turns() if i > self.num_dropped and said[i]["role"] != "tool"]
+        drops += [total] if new[0]["role"] != "tool" else []
+        if not drops:
+            return whole
 
         def is_short(num_dropped: int) -> bool:
-            return len(self._without(template, num_dropped, user).prompt) <= client.facts.max_request_tokens // 2
+            prompt = self._without(template, num_dropped, new, whole.options).prompt
+            return len(prompt) <= client.facts.max_request_tokens // 2
 
         num_dropped = drops[bisect_left(drops, True, hi=len(drops) - 1, key=is_short)]
-        turn = self._without(template, num_dropped, user)
+        turn = self._without(template, num_dropped, new, whole.options)
         if reuse == "reencode" and turn.turn_starts and num_dropped < total:
             turn = self._spliced(client, turn, tenant)
         return replace(turn, truncated_tokens=num_tokens - len(turn.prompt), rebase=True)
 
-    def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
+    def _without(self, template: ChatTemplate, num_dropped: int, new: Sequence[Message], options: bytes) -> NextTurn:
         """The next prompt without the oldest turns: the same ids, or rendered again if turn starts are unknown."""
-        first = (num_dropped - self.num_dropped) // 2  # the first turn of the window to keep
+        # The first turn of the window to keep.
+        first = sum(self.num_dropped <= start < num_dropped for start in self._starts_of_turns())
         if num_dropped < len(self.messages) - len(self.system) and self.turn_starts:
             head, cut = self.turn_starts[0], self.turn_starts[first]
             kept = self.token_ids[:head] + self.token_ids[cut:]
-            prompt = template.next_ids(kept, self.kept(num_dropped), user["content"])
+            prompt = template.following_ids(kept, self.kept(num_dropped), new)
             starts = [start - (cut - head) for start in self.turn_starts[first:]]
             starts = [] if prompt is None else self._starts_with(template, starts, len(kept), prompt)
             if prompt is not None and starts:
-                return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts)
-        return self._rendered(template, num_dropped, user)
+                return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, options=options)
+        return self._rendered(template, num_dropped, new, options)
 
     def _spliced(self, client: CoreClient, turn: NextTurn, tenant: str) -> NextTurn:
         """The same turn with a splice of the kept turns' KV if that is stored; else they are computed."""

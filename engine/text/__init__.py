@@ -8,6 +8,7 @@ Loads no torch; knows neither sessions nor a store.
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
 - `detokenizer`: the text of one choice, token by token, in whole characters
 - `grammar`: grammars from what a request wants its answer to match
+- `language`: how one request speaks with the model: tools, variables of the template, the parser of its answers
 - `prompts`: checks of prompts, session ids and lengths
 - `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`
 

@@ -206,6 +206,21 @@ class ChatTemplate:
             return token_ids + before + self._text.encode_plain(shown) + after
         return token_ids + self._text.encode_part(delta.before + shown + delta.after)
 
+    def following_ids(self, token_ids: list[int], messages: list[Message], said: Sequence[Message]) -> list[int] | None:
+        """`next_ids` for any messages: a user's, or results of the calls in the last answer."""
+        (first, *others), last = said, messages[-1]
+        if first["role"] == "user" and not others and "tool_calls" not in last:
+            return self.next_ids(token_ids, messages, _content(first))
+        if self._delta(messages[0]["role"] == "system") is None:
+            return None
+        mark = f"kvstore{secrets.token_hex(8)}x"
+        shown = [{**message, "content": self._text.hide_controls(_content(message))} for message in said]
+        try:
+            _, *after = self._render([*messages[:-1], {"role": "assistant", "content": mark}, *shown]).split(mark)
+        except RequestError:  # a template may want to see the calls
+            return None
+        return token_ids + self._text.encode_part(after[0]) if len(after) == 1 else None
+
     def history_ids(
         self,
         messages: list[Message],
@@ -254,8 +269,12 @@ class ChatTemplate:
         nonce = secrets.token_hex(8)  # no content can contain it
         marked = list(messages)
         for index in cuts:
-            marked[index] = {**messages[index], "content": f"kvstore{nonce}x{index}end"}
-        parts = re.split(f"kvstore{nonce}x([0-9]+)end", self._render(marked))
+            kept_parts = {"role": "assistant"} if index in kept else messages[index]  # ids stand for calls, too
+            marked[index] = {**kept_parts, "content": f"kvstore{nonce}x{index}end"}
+        try:
+            parts = re.split(f"kvstore{nonce}x([0-9]+)end", self._render(marked))
+        except RequestError:  # a template may want to see the calls
+            return None
         if parts[1::2] != [str(index) for index in cuts]:
             return None
         texts, rendered = parts[::2], self._render(messages)
@@ -265,7 +284,11 @@ class ChatTemplate:
         contents: dict[int, str] = {}
         for number in reversed(range(len(cuts))):
             index, before = cuts[number], texts[number]
-            content = _content_before(rendered, end, before, _content(messages[index]))
+            if "tool_calls" in messages[index] and index in kept:  # however the template shows them
+                start = rendered.rfind(before, 0, end) + len(before)
+                content = rendered[start:end] if start >= len(before) else None
+            else:
+                content = _content_before(rendered, end, before, _content(messages[index]))
             if content is None or (index in kept and not before.endswith(self.opening)):
                 break
             contents[index] = content
@@ -388,6 +411,40 @@ def _content(message: Message) -> str:
     return message.get("content") or ""
 
 
+def in_order_of_calls(messages: list[Message]) -> list[Message]:
+    """The same messages, with results of parallel calls in the order of the calls: clients answer in any."""
+    ordered, order = list[Message](), dict[str, int]()
+    for message in messages:
+        if message["role"] == "assistant":
+            order = {call["id"]: index for index, call in enumerate(message.get("tool_calls") or ())}
+        ordered.append(message)
+        place = len(ordered) - 1
+        while message["role"] == "tool" and place and _comes_before(message, ordered[place - 1], order):
+            ordered[place - 1], ordered[place] = message, ordered[place - 1]
+            place -= 1
+    return ordered
+
+
+def _comes_before(message: Message, other: Message, order: Mapping[str, int]) -> bool:
+    if other["role"] != "tool":
+        return False
+    places = [order.get(one.get("tool_call_id", ""), len(order)) for one in (message, other)]
+    return places[0] < places[1]
+
+
+def texts_of(message: Message) -> list[str]:
+    """What a message brings into a prompt: its content, its reasoning, and the arguments of its calls."""
+    calls = [
+        given if isinstance(given := call["function"]["arguments"], str) else json.dumps(given, ensure_ascii=False)
+        for call in message.get("tool_calls") or ()
+    ]
+    return [_content(message), *filter(None, [message.get("reasoning_content"), *calls])]
+
+
+def num_chars_of(messages: Sequence[Message]) -> int:
+    return sum(len(text) for message in messages for text in texts_of(message))
+
+
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
     """How the template shows a content that ends at `end` and follows `before`."""
     for shown in (content, content.strip()):
@@ -401,7 +458,7 @@ def answer_ids(
     tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
 ) -> Sequence[int]:
     """Ids of an answer without its end token, which the template adds, and without its stop string."""
-    if choice.finish_reason != "stop":
+    if choice.finish_reason not in ("stop", "tool_calls"):
         return list(choice.token_ids)
     if not isinstance(choice.stop_reason, str):
         return choice.token_ids[:-1]

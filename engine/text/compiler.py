@@ -95,22 +95,22 @@ class GrammarCompiler:
         try:
             grammar = grammar_of(wanted, self._special_token_ids)
         except RecursionError:
-            raise _refusal("it is nested too deep") from None
+            raise _refusal(wanted, "it is nested too deep") from None
         except Exception as error:  # of the conversion of GBNF, which has no class of its own
-            raise _refusal(str(error)) from None
+            raise _refusal(wanted, str(error)) from None
         matcher = LLMatcher(table, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # only then is it seen that nothing matches; it also makes the first step quick
             if matcher.is_error():
-                raise _refusal(f"no answer can match it, or it is too complex ({fault_of(matcher)})")
+                raise _refusal(wanted, f"no answer can match it, or it is too complex ({fault_of(matcher)})")
             return matcher
         fault = matcher.get_error()
 
         def fault_in(part: str) -> str:
             return "".join(LLMatcher.validate_grammar_with_warnings(part, table, limits=LIMITS)[1])
 
-        place = place_of(wanted.json, fault, fault_in) if isinstance(wanted.json, str) else ""
-        raise _refusal(fault_of(matcher) + (f", at {place}" if place else ""))
+        place = place_of(wanted.json, fault, fault_in) if isinstance(wanted.json, str) and not wanted.tags else ""
+        raise _refusal(wanted, fault_of(matcher) + (f", at {place}" if place else ""))
 
 
 def fault_of(matcher: LLMatcher) -> str:
@@ -118,5 +118,5 @@ def fault_of(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:MAX_FAULT_CHARS]
 
 
-def _refusal(why: str) -> RequestError:
-    return RequestError(f"structured_outputs cannot be compiled: {why[:MAX_FAULT_CHARS]}", "structured_outputs")
+def _refusal(wanted: StructuredOutputsParams, why: str) -> RequestError:
+    return RequestError(f"{wanted.param} cannot be compiled: {why[:MAX_FAULT_CHARS]}", wanted.param)

@@ -6,10 +6,12 @@ Knows a tokenizers.Tokenizer and outputs; must not know torch, requests or templ
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvstore.engine.outputs import AnswerEvent, Piece, RequestOutput, TokenLogprob
+from kvstore.engine.outputs import AnswerEvent, Piece, RequestOutput, TokenLogprob, ToolCallEvent
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
 
@@ -22,6 +24,7 @@ REPLACEMENT = "\ufffd"
 MAX_UNFINISHED = 3
 # Tokens in the window before an unfinished character is taken as final.
 MAX_WINDOW_TOKENS = 16
+CALL_ID_BYTES = 12  # of a call's id, which nobody may guess
 # Prompt tokens that give the first token its context.
 NUM_PROMPT_TOKENS = 8
 
@@ -133,6 +136,7 @@ class ChoiceText:
         self._index = index
         known = tokenizer if params.detokenize else None
         self._parser = parser
+        self.choice.parsed_content = None if parser is None else ""
         self._text = Detokenizer(known, params.stop, output.prompt_token_ids, params.min_tokens, parser)
 
     @property
@@ -151,22 +155,34 @@ class ChoiceText:
             released += self._text.finish()
         if self.stop_string is not None:
             finish_reason = "stop"
-        choice.text += released
-        logprobs = None if logprob is None else (logprob,)
-        return Piece(self._index, released, (token_id,), finish_reason, logprobs, self._take_events(finish_reason))
+        events = self._take_in(released, finish_reason)
+        if finish_reason == "stop" and choice.tool_calls:
+            finish_reason = "tool_calls"
+        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,), events)
 
     def end(self, finish_reason: str) -> Piece:
         """Its last piece, if it ends without a token."""
         released = self._text.finish()
-        self.choice.text += released
-        return Piece(self._index, released, (), finish_reason, events=self._take_events(finish_reason))
+        return Piece(self._index, released, (), finish_reason, events=self._take_in(released, finish_reason))
 
-    def _take_events(self, finish_reason: str | None) -> tuple[AnswerEvent, ...]:
+    def _take_in(self, released: str, finish_reason: str | None) -> tuple[AnswerEvent, ...] | None:
+        """Add released text to the choice; returns its events, None without a parser."""
+        self.choice.text += released
         if self._parser is None:
-            return ()
-        last = [] if finish_reason is None else self._parser.finish(finish_reason)
+            return None
         events, self._text.events = self._text.events, []
-        return (*events, *last)
+        if finish_reason is not None:
+            events += self._parser.finish(finish_reason)
+        named = tuple(map(_with_id, events))
+        for event in named:
+            self.choice.add(event)
+        return named
+
+
+def _with_id(event: AnswerEvent) -> AnswerEvent:
+    if isinstance(event, ToolCallEvent) and event.state == "whole":
+        return replace(event, id=f"call_{secrets.token_hex(CALL_ID_BYTES)}")
+    return event
 
 
 class _Decoder:

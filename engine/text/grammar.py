@@ -29,6 +29,21 @@ def grammar_of(wanted: StructuredOutputsParams, special_token_ids: Mapping[str, 
 
     Raises ValueError for a text that is no JSON or GBNF, also RecursionError.
     """
+    grammar = _without_reasoning(wanted, special_token_ids)
+    if wanted.reasoning is None:
+        return grammar
+    lines = [_TEXT]
+    opener, closer = (_terms(text, special_token_ids) for text in wanted.reasoning)
+    reasoning = " ".join([*opener, *_text_up_to(closer, "end_of_reasoning", lines)])
+    lines.insert(0, f"start: ({reasoning})? @rest" if opener else f"start: {reasoning} @rest")
+    first, *inner = json.loads(grammar)["grammars"]
+    outer = {"name": "whole", "lark_grammar": "\n".join(lines)}
+    return json.dumps({"grammars": [outer, {**first, "name": "rest"}, *inner]})
+
+
+def _without_reasoning(wanted: StructuredOutputsParams, special_token_ids: Mapping[str, int]) -> str:
+    if wanted.tags:
+        return _tags_grammar(wanted, special_token_ids)
     if wanted.json is not None:
         return json_grammar(_text_of(wanted.json))
     if wanted.json_object:
@@ -37,9 +52,7 @@ def grammar_of(wanted: StructuredOutputsParams, special_token_ids: Mapping[str, 
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, wanted.choice)))
-    if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
-    return _tags_grammar(wanted, special_token_ids)
+    return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar or ""))
 
 
 def json_grammar(schema: str) -> str:
@@ -65,18 +78,17 @@ def _tags_grammar(wanted: StructuredOutputsParams, special_token_ids: Mapping[st
     A special token is no text: it is named by its id.
     """
     tags = " | ".join(f"tag_{index}" for index in range(len(wanted.tags)))
-    lines = [f"start: ({tags})+" if wanted.required else f"start: ({tags})* TEXT", _TEXT]
+    many = f"start: ({tags})+" if wanted.required else f"start: ({tags})* TEXT"
+    lines = [f"start: {tags}{'' if wanted.required else ' | TEXT'}" if wanted.single else many, _TEXT]
+    if wanted.json is not None:
+        lines[0] += f" | %json {_with_options(_text_of(wanted.json))}"
     inner = list[dict[str, str]]()
     for index, tag in enumerate(wanted.tags):
         trigger = tag.trigger or tag.begin
         terms = _terms(tag.begin.removeprefix(trigger), special_token_ids)
         opening = _terms(trigger, special_token_ids)
         if not wanted.required:
-            if opening[0].startswith("<"):
-                opening.insert(0, "TEXT")
-            else:
-                lines.append(f"tag_{index}_trigger[lazy]: TEXT {opening[0]}")
-                opening[0] = f"tag_{index}_trigger"
+            opening = _text_up_to(opening, f"tag_{index}_trigger", lines)
         if tag.json is not None:
             terms.append(f"%json {_with_options(_text_of(tag.json))}")
         else:
@@ -93,6 +105,14 @@ def _terms(text: str, special_token_ids: Mapping[str, int]) -> list[str]:
     specials = "|".join(map(re.escape, sorted(special_token_ids, key=len, reverse=True)))
     parts = [part for part in re.split(f"({specials})", text) if part]
     return [f"<[{special_token_ids[part]}]>" if part in special_token_ids else _literal(part) for part in parts]
+
+
+def _text_up_to(terms: list[str], name: str, lines: list[str]) -> list[str]:
+    """Terms for free text that ends at the first of these. name: of a rule that it may need among the lines."""
+    if terms[0].startswith("<"):
+        return ["TEXT", *terms]
+    lines.append(f"{name}[lazy]: TEXT {terms[0]}")
+    return [name, *terms[1:]]
 
 
 def _with_options(schema: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.errors import ContextLengthError, RequestError
 
 USUAL_CHARS = 8  # of a token; texts that fit with so many are tokenized without further checks
@@ -19,12 +20,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
 def checked_prompts(
-    prompts: Sequence[str | Sequence[int]] | str, params: SamplingParams | Sequence[SamplingParams] | None
-) -> tuple[list[str | Sequence[int]], list[SamplingParams]]:
+    prompts: Sequence[str | Sequence[int] | Sequence[Message]] | str,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+) -> tuple[list[str | Sequence[int] | Sequence[Message]], list[SamplingParams]]:
     """Prompts as a list, with one SamplingParams each."""
     if not isinstance(prompts, Iterable) or isinstance(prompts, dict | bytes):
         raise RequestError(f"prompts is {prompts!r}; give a list of prompts", param="prompt")
-    listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+    listed: list[str | Sequence[int] | Sequence[Message]] = [prompts] if isinstance(prompts, str) else list(prompts)
     if listed and _is_integer(listed[0]):
         raise RequestError("prompts is a list of numbers; give a list of prompts, such as [[1, 2, 3]]", param="prompt")
     if params is None or isinstance(params, SamplingParams):
@@ -35,6 +37,11 @@ def checked_prompts(
     if len(each) != len(listed):
         raise RequestError(f"{len(listed)} prompts, but {len(each)} sampling parameters; give one for all or one each")
     return listed, each
+
+
+def is_conversation(prompt: object) -> bool:
+    """Whether it is a list of messages."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
 
 
 def check_params(params: object) -> None:
@@ -95,25 +102,33 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
             yield text[start : start + PART_CHARS]
 
 
-def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer: Any, limit: int) -> list[Message]:
-    """The messages of a turn: a user's, or a history that ends with one. Raises RequestError, and as `check_length`.
+# Whose message may follow whose; "": none.
+_AFTER = {
+    "": ("user", "tool"), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "user", "assistant"),
+    "system": (),
+}  # fmt: skip
 
-    A history is the system prompt first if there is one, then user and assistant in turn.
+
+def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer: Any, limit: int) -> list[Message]:
+    """The messages of a turn: a user's or results of tools, or a history that ends so. Raises RequestError, and as
+    `check_length`.
+
+    A history is the system prompt first if there is one, then user and assistant in turn; results follow their calls.
     """
     check_params(params)
     if params.n != 1:
         raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
     if not params.detokenize:
         raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
-    for message in messages:
-        check_text(message["content"], "message")
-        check_length([message["content"]], tokenizer, limit)
-    if sum(len(message["content"]) for message in messages) > MAX_HISTORY_CHARS:
+    texts = [text for message in messages for text in texts_of(message)]
+    for text in texts:
+        check_text(text, "message")
+        check_length([text], tokenizer, limit)
+    if sum(map(len, texts)) > MAX_HISTORY_CHARS:
         raise RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
     said = [dict(message) for message in messages]
-    history = said[1:] if said and said[0]["role"] == "system" else said
-    expected = ["user", "assistant"] * (len(history) // 2) + ["user"]
-    if [message["role"] for message in history] != expected:
+    roles = ["", *(message["role"] for message in (said[1:] if said and said[0]["role"] == "system" else said))]
+    if roles[-1] not in ("user", "tool") or any(role not in _AFTER[before] for before, role in pairwise(roles)):
         raise RequestError("messages must take turns, user and assistant, and end with the user", param="messages")
     return said
 

@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, field, structs
 
@@ -19,7 +19,7 @@ from kvstore.disk import records as disk_records
 from kvstore.errors import RequestError, SessionDamagedError, StoreError
 
 T = TypeVar("T")
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content, and what it has beside them: tool_calls, tool_call_id, reasoning_content
 
 TITLE_CHARS = 80
 _MAX_U64 = 2**64 - 1
@@ -87,6 +87,7 @@ class TurnRecord(Record, frozen=True):
     where in the complete token ids each turn that is left in the window begins, as far as it is known.
     num_dropped_messages: of all messages after the system prompt, how many are no longer in the window.
     truncated_tokens: dropped by this turn. idempotency_key: the request's; no two turns of a session have the same.
+    options: a digest of the tools and variables that the ids in the window were rendered with; empty for none.
     """
 
     number: U32
@@ -104,6 +105,7 @@ class TurnRecord(Record, frozen=True):
     usage: dict[str, _Usage] = field(default_factory=dict)
     created_s: Seconds = 0.0
     idempotency_key: str | None = None
+    options: bytes = b""
 
     def __post_init__(self) -> None:
         structs.force_setattr(self, "messages", tuple(dict(message) for message in self.messages))
@@ -133,6 +135,7 @@ class SessionState:
     turn_starts: Sequence[int] = ()
     num_dropped_messages: int = 0
     truncated_tokens: int = 0  # by all turns up to this one
+    options: bytes = b""
 
 
 @disk_records.stored
@@ -155,7 +158,7 @@ def damaged(what: str, why: str) -> SessionDamagedError:
 def with_turn(head: SessionHead, turn: TurnRecord, now_s: float) -> SessionHead:
     """The head after one more turn."""
     num_tokens = len(turn.token_ids) + (head.num_tokens if turn.base == "append" else 0)
-    text = next((message.get("content", "") for message in turn.messages if message.get("role") == "user"), "")
+    text = next((message.get("content") or "" for message in turn.messages if message.get("role") == "user"), "")
     return structs.replace(
         head, updated_s=now_s, num_turns=turn.number, num_tokens=num_tokens,
         title=head.title or " ".join(text[: 4 * TITLE_CHARS].split())[:TITLE_CHARS], system=turn.system or head.system,
@@ -176,7 +179,7 @@ def replay(head: SessionHead, turns: Sequence[TurnRecord]) -> SessionState:
     return replace(
         state, first_reencoded=turns[-1].first_reencoded, splice_parent=turns[-1].splice_parent,
         splice_end=turns[-1].splice_end, turn_starts=turns[-1].turn_starts,
-        num_dropped_messages=turns[-1].num_dropped_messages,
+        num_dropped_messages=turns[-1].num_dropped_messages, options=turns[-1].options,
         truncated_tokens=sum(turn.truncated_tokens for turn in turns),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 - `sessions/`: `/chat` and `/sessions`
 - `openai/`: OpenAI's routes
 - `admin`: the administrator's routes
+- `asking`: what a request may want of the form of its answer: tools, formats, variables of the chat template
 - `answering`: one way to answer on every route that talks, whole or as events, and what a route's dialect is
 - `context`: what every handler can reach, the engine's last counters, and what is known of one request
 - `edge`: /metrics, version, models, tokens
@@ -18,8 +19,8 @@ Decisions:
 Bodies are msgspec structs: bounds are types, so the description at /openapi.json is what is checked, and a fuzzer
 compares the two in the tests.
 
-What would change an answer is refused, not ignored: tools, response formats, chat templates in a request, guided
-decoding and other constraints. So are near misses of a name that the body has. All other unknown fields are ignored, as
+What would change an answer and is not done is refused, not ignored: chat templates in a request, other constraints
+than formats. So are near misses of a name that the body has. All other unknown fields are ignored, as
 clients of other servers expect. Sampling values that a request does not give come from the model's
 `generation_config.json`.
 

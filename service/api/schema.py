@@ -20,8 +20,10 @@ from msgspec import Meta
 
 from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, in_order_of_calls
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import check_chars
+from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
 from kvstore.service.settings.options import nearest
@@ -38,7 +40,7 @@ CONSTRAINTS = dict.fromkeys((
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
 }  # fmt: skip
-GUIDED = "guided_"  # and what follows it: json, regex, choice, grammar
+GUIDED = "guided_"  # and what follows it: what a body does not read itself
 # Fields of other servers that are close to a name of ours but mean something else.
 NO_MISSES = {"message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
@@ -89,11 +91,29 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """arguments: the text of a JSON object, or the object."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CallIn(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class MessageIn(msgspec.Struct):
-    """One message of a request. role: system, developer (the same), user or assistant."""
+    """One message of a request. role: system, developer (the same), user, assistant or tool. content: null beside
+    tool_calls alone.
+    """
 
     role: str
-    content: str | Annotated[list[ContentPart], Meta(max_length=4096)]
+    content: str | Annotated[list[ContentPart], Meta(max_length=4096)] | None = None
+    tool_calls: Annotated[list[CallIn], Meta(max_length=256)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 Messages = Annotated[list[MessageIn], Meta(min_length=1, max_length=4096)]
@@ -125,11 +145,45 @@ class Sampling(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    structured_outputs: StructuredIn | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def constraints(self) -> dict[str, Any]:
+        """The fields that say what the answer must match."""
+        names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        return {name: given for name in names if (given := getattr(self, name)) is not None}
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream shall end with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Talking(Sampling, kw_only=True):
+    """What the routes that chat accept beside that, in OpenAI's and vLLM's words."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def options(self) -> AnswerOptions:
+        """Raises ApiError 400, and RequestError which names the field."""
+        choice, variables = self.tool_choice, self.chat_template_kwargs
+        if not self.tools and choice in (None, "auto", "none") and not variables:
+            return NO_OPTIONS
+        return options_of(self.tools or (), choice, self.parallel_tool_calls, variables or {})
+
+    @property
+    def constraints(self) -> dict[str, Any]:
+        wanted = self.response_format
+        return super().constraints | ({} if wanted is None or wanted.type == "text" else {"response_format": wanted})
 
 
 _SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling.__struct_fields__]
@@ -142,6 +196,8 @@ def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) 
     Raises RequestError, which names the field.
     """
     given = {name: getattr(body, name) for name in _SAMPLED} | more
+    if constraints := body.constraints:
+        given["structured_outputs"] = constraint_of(constraints)
     if given["top_k"] == -1:  # how vLLM's clients say "off"
         given["top_k"] = 0
     return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
@@ -150,11 +206,7 @@ def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) 
 # -- messages --------------------------------------------------------------------------------------------------------
 def messages_of(messages: Sequence[MessageIn], param: str = "messages") -> list[Message]:
     """Messages in the engine's form. Raises ApiError 400 for roles and parts that are not supported."""
-    return [message_of(message, f"{param}[{index}]") for index, message in enumerate(messages)]
-
-
-def num_chars_of(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in messages)
+    return in_order_of_calls([message_of(message, f"{param}[{index}]") for index, message in enumerate(messages)])
 
 
 def check_chars_of(context: Context, texts: Sequence[str]) -> None:
@@ -166,12 +218,26 @@ def check_chars_of(context: Context, texts: Sequence[str]) -> None:
 
 def message_of(message: MessageIn, param: str) -> Message:
     role = "system" if message.role == "developer" else message.role
-    if role in ("tool", "function"):
+    if role == "function":
         raise bad_request(f"{param}.role", f"messages of the role {role!r} are not supported", "unsupported_role")
-    if role not in ("system", "user", "assistant"):
+    if role not in ("system", "user", "assistant", "tool"):
         shown = message.role[:40]
-        raise bad_request(f"{param}.role", f"{param}.role is {shown!r}; give system, developer, user or assistant")
-    return {"role": role, "content": text_of(message.content, f"{param}.content")}
+        raise bad_request(
+            f"{param}.role", f"{param}.role is {shown!r}; give system, developer, user, assistant or tool"
+        )
+    calls = message.tool_calls if role == "assistant" else None
+    if message.content is None and not calls:
+        raise bad_request(f"{param}.content", f"{param}.content is missing", "missing")
+    said: Message = {"role": role, "content": text_of(message.content or "", f"{param}.content")}
+    if calls:
+        said["tool_calls"] = [msgspec.to_builtins(call) for call in calls]
+    if role == "assistant" and message.reasoning_content:
+        said["reasoning_content"] = message.reasoning_content
+    if role == "tool":
+        if message.tool_call_id is None:
+            raise bad_request(f"{param}.tool_call_id", f"{param}.tool_call_id is missing", "missing")
+        said["tool_call_id"] = message.tool_call_id
+    return said
 
 
 def text_of(content: str | list[ContentPart], param: str) -> str:

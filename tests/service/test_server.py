@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from kvstore.engine.outputs import describe_tiers
-from kvstore.engine.sessions.chat import Language
+from kvstore.engine.text.language import Language
 from kvstore.errors import ConfigError, KVStoreError, ModelError
 from kvstore.service.api.answering import EventStream
 from kvstore.service.http.errors import Route

@@ -30,7 +30,15 @@ def fill(chat: ChatSession) -> None:
     """Turns until LONG does not fit any more."""
     chat.truncation = "disabled"
     while True:
-        asked = (chat.means.client, chat.means.template, LONG, PARAMS, "", "disabled", "reencode")
+        asked = (
+            chat.means.client,
+            chat.means.language.chat_template(),
+            [{"role": "user", "content": LONG}],
+            PARAMS,
+            "",
+            "disabled",
+            "reencode",
+        )
         if len(chat.window.next_turn(*asked).prompt) + PARAMS.max_tokens > chat.means.client.facts.max_request_tokens:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)

@@ -29,6 +29,7 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None  # its threads begin with the first mask
         self._added = _ADDED.astype(np.float32)
         self._added_there: Tensor | None = None
+        self._edited = torch.empty(0, vocab_size, device=device)
         self._buffer = np.empty((0, 0, 8), np.float32)  # what `added` returned last; new pages cost more than the work
 
     def constrained(self, rows: np.ndarray) -> np.ndarray:
@@ -64,6 +65,14 @@ class GrammarMasks:
             there = to_device(torch.from_numpy(packed), self._device)
             added = self._added_there[there.int()]
         return added.view(len(masks), -1)[:, : self._vocab_size]
+
+    def copied(self, raw: Tensor) -> Tensor:
+        """A copy of logits in float32; on a CPU where the last one was, because new pages cost more than the copy."""
+        if raw.device.type != "cpu":
+            return raw.to(torch.float32, copy=True)
+        if len(self._edited) < len(raw):
+            self._edited = torch.empty(raw.shape, dtype=torch.float32)
+        return self._edited[: len(raw)].copy_(raw)
 
 
 def allows_others(mask: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -306,7 +307,7 @@ class Sampler:
         self._stops: dict[int, np.ndarray] = {}  # row -> token ids that min_tokens forbids
         self._penalties = _Penalties(max_rows, vocab_size, device)
         self._masks = GrammarMasks(vocab_size, device)
-        self._edited = torch.empty(0, vocab_size, device=device)
+        self._by_row: tuple[dict[int, Any], ...] = (self._biases, self._stops, self._masks.matchers)
 
     def set_row(
         self, row: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], prompt_token_ids: np.ndarray,
@@ -341,12 +342,9 @@ class Sampler:
             return
         self.clear_row(dst)
         self._state[dst] = self._state[src]
-        if src in self._biases:
-            self._biases[dst] = self._biases.pop(src)
-        if src in self._stops:
-            self._stops[dst] = self._stops.pop(src)
-        if src in self._masks.matchers:
-            self._masks.matchers[dst] = self._masks.matchers.pop(src)
+        for known in self._by_row:
+            if src in known:
+                known[dst] = known.pop(src)
         self._state[src] = self._clear
 
     def clear_row(self, row: int) -> None:
@@ -354,9 +352,8 @@ class Sampler:
         penalty_row = int(self._state["penalty_row"][row])
         if penalty_row != _NO_ROW:
             self._penalties.release(penalty_row)
-        self._biases.pop(row, None)
-        self._stops.pop(row, None)
-        self._masks.matchers.pop(row, None)
+        for known in self._by_row:
+            known.pop(row, None)
         self._state[row] = self._clear
 
     def is_constrained(self, rows: np.ndarray) -> bool:
@@ -417,9 +414,9 @@ class Sampler:
             return self._masks.added(masks).add_(raw)  # without a copy of the logits
         if len(constrained) and len(held):
             masked = dict(zip(constrained.tolist(), masks, strict=True))
-            kept = [i for i in held.tolist() if i not in masked or allows_others(masked[i], self._stops[rows[i]])]
-            held = np.array(kept, np.int64)
-        logits = self._copied(raw)
+            goes_on = [i not in masked or allows_others(masked[i], self._stops[rows[i]]) for i in held.tolist()]
+            held = held[goes_on]
+        logits = self._masks.copied(raw)
         if len(biased):
             ids, biases = zip(*(self._biases[row] for row in rows[biased].tolist()), strict=True)
             where = self._positions(biased, ids)
@@ -432,14 +429,6 @@ class Sampler:
         if len(constrained):
             logits.index_add_(0, self._tensor(constrained), self._masks.added(masks))
         return logits
-
-    def _copied(self, raw: Tensor) -> Tensor:
-        """A copy in float32; on a CPU where the last one was, because new pages cost more than the copy."""
-        if raw.device.type != "cpu":
-            return raw.to(torch.float32, copy=True)
-        if len(self._edited) < len(raw):
-            self._edited = torch.empty(raw.shape, dtype=torch.float32)
-        return self._edited[: len(raw)].copy_(raw)
 
     def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """An index into logits: every id of ids[i] in row indices[i]."""

@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
-from kvstore.engine.outputs import Piece, TokenLogprob
+from kvstore.engine.outputs import Choice, Piece, TokenLogprob
 from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
 from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
+from kvstore.service.api.sessions.chat import delta_of
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.http.errors import Route, bad_request
 
@@ -21,7 +23,7 @@ PATH = "/v1/chat/completions"
 Turns = Sequence[Turn[TurnResult]]
 
 
-class ChatCompletionBody(schema.Sampling, kw_only=True):
+class ChatCompletionBody(schema.Talking, kw_only=True):
     """truncation_reuse: "exact", as every history that comes as text is; sessions have another."""
 
     model: str | None = None
@@ -57,9 +59,13 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    content: str
+    """content: null where there are calls alone. tool_calls: as OpenAI has them, and each is whole."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -85,6 +91,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class ChunkDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -119,9 +127,13 @@ class ChatCompletionsDialect(Dialect[TurnResult]):
         if piece.index not in self.begun:
             self.begun.add(piece.index)
             yield self._chunk(ChunkChoice(piece.index, ChunkDelta("assistant", "")))
-        if piece.text or piece.logprobs:
-            delta, logprobs = ChunkDelta(content=piece.text), self._logprobs(piece.logprobs or None)
+        deltas = [ChunkDelta(**fields) for event in piece.parts if (fields := delta_of(event)) is not None]
+        if piece.logprobs and not deltas:
+            deltas = [ChunkDelta(content="")]
+        logprobs = self._logprobs(piece.logprobs or None)
+        for delta in deltas:
             yield self._chunk(ChunkChoice(piece.index, delta, logprobs=logprobs))
+            logprobs = None
         if piece.finish_reason is not None:
             reason = turns[number].output.choices[piece.index].stop_reason
             delta = ChunkDelta()
@@ -134,8 +146,8 @@ class ChatCompletionsDialect(Dialect[TurnResult]):
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatCompletion:
         choices = []
         for index, choice in enumerate(turns[0].output.choices):
-            message, logprobs = AssistantMessage(choice.text), self._logprobs(choice.logprobs)
-            choices.append(ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
+            logprobs = self._logprobs(choice.logprobs)
+            choices.append(ChatChoice(index, message_of(choice), choice.finish_reason, logprobs, choice.stop_reason))
         return ChatCompletion(**self.head, choices=choices, usage=schema.usage_object(results[0].usage))
 
     def _chunk(self, choice: ChunkChoice | None, usage: schema.UsageObject | None = None) -> Event:
@@ -151,6 +163,13 @@ class ChatCompletionsDialect(Dialect[TurnResult]):
         return TokenLogprobObject(text, one.logprob, list(text.encode()), top)
 
 
+def message_of(choice: Choice) -> AssistantMessage:
+    message = AssistantMessage(**choice.message)
+    if choice.tool_calls:
+        message.content = choice.content or None
+    return message
+
+
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context, body = await schema.accept(request, ChatCompletionBody)
     body.check()
@@ -159,7 +178,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     messages, tenant = schema.messages_of(body.messages), tenant_of(request)
-    history = StatelessRequest(tenant, messages, params, body.cache_salt or "", body.priority or 0)
+    history = StatelessRequest(tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options)
     opened = open_stateless(context, request[EXCHANGE], history)
     return await answer(
         request, opened, ChatCompletionsDialect(context, body, head_of(context, "chatcmpl-")), body.stream

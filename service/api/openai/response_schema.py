@@ -5,8 +5,19 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstore.engine.text.chat_template import Message
-from kvstore.service.api.schema import CachedTokens, ContentPart, Count, MessageIn, Sampling, message_of, usage_object
+from kvstore.engine.text.chat_template import Message, in_order_of_calls
+from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions
+from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
+from kvstore.service.api.schema import (
+    CachedTokens,
+    ContentPart,
+    Count,
+    MessageIn,
+    Sampling,
+    message_of,
+    text_of,
+    usage_object,
+)
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.http.errors import bad_request
 
@@ -15,16 +26,41 @@ Metadata = Annotated[
 ]
 
 
+Parts = Annotated[list[ContentPart], Meta(max_length=4096)]
+
+
 class InputItem(msgspec.Struct):
-    """A message, as it is sent or as it came in an output. Other types are not supported."""
+    """A message, a call of a function, or a call's output, as it is sent or as it came in an output. Reasoning is
+    passed over.
+    """
 
     type: str | None = None
     role: str | None = None
-    content: str | Annotated[list[ContentPart], Meta(max_length=4096)] | None = None
+    content: str | Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
 
 
-class Format(msgspec.Struct):
-    type: str = "text"
+class Format(msgspec.Struct, omit_defaults=True):
+    """type: text, json_object, or json_schema with its schema."""
+
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseTool(msgspec.Struct):
+    """A function. Other types, which this server does not run, are passed over."""
+
+    type: str = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct):
@@ -46,8 +82,34 @@ class ResponseBody(Sampling, kw_only=True):
     truncation_reuse: str | None = None
     user: str | None = None
     text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     conversation: Any = None
     background: bool | None = None
+
+    @property
+    def options(self) -> AnswerOptions:
+        """Raises ApiError 400, and RequestError which names the field."""
+        choice, variables = self.tool_choice, self.chat_template_kwargs
+        if not self.tools and choice in (None, "auto", "none") and not variables:
+            return NO_OPTIONS
+        if isinstance(choice, dict) and "name" in choice:
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        tools = [
+            ToolIn(one.type, FunctionIn(one.name or "", one.description, one.parameters, one.strict))
+            for one in self.tools or ()
+        ]
+        return options_of(tools, choice, self.parallel_tool_calls, variables or {})
+
+    @property
+    def constraints(self) -> dict[str, Any]:
+        given = None if self.text is None else self.text.format
+        if given is None or given.type == "text":
+            return super().constraints
+        schema = JsonSchema(given.name, given.schema, given.strict) if given.type == "json_schema" else None
+        return super().constraints | {"text.format": ResponseFormat(given.type, schema)}
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -57,14 +119,38 @@ class OutputText(msgspec.Struct, kw_only=True):
     logprobs: list[str] = []
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """status: completed, in_progress or incomplete."""
 
     id: str
-    type: str = "message"
     role: str = "assistant"
     status: str
     content: list[OutputText]
+
+
+class ReasoningText(msgspec.Struct, kw_only=True):
+    type: str = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    summary: list[str] = []
+    status: str
+    content: list[ReasoningText]
+
+
+class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call, whole. arguments: the text of a JSON object."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -112,14 +198,14 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     metadata: dict[str, str] = {}
     model: str
-    output: list[OutputMessage] = []
-    parallel_tool_calls: bool = False
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     store: bool = True
     temperature: float | None = None
-    text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(Format()))
-    tool_choice: str = "none"
-    tools: list[str] = []
+    text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(Format("text")))
+    tool_choice: ToolChoice = "auto"
+    tools: list[ResponseTool] = []
     top_p: float | None = None
     truncation: str | None = None
     usage: ResponseUsage | None = None
@@ -153,9 +239,22 @@ def completed(response: ResponseObject, result: TurnResult) -> ResponseObject:
         status=status,
         completed_at=int(result.created_s),
         incomplete_details=None if reason is None else IncompleteDetails(reason),
-        output=[message_item(response.id, result.text, status)],
+        output=items_of(response.id, result.message, status),
         usage=usage_of(result),
     )
+
+
+def items_of(response_id: str, message: Message, status: str) -> list[OutputItem]:
+    """An answer as items: its reasoning, its text, and its calls, which are whole."""
+    calls = message.get("tool_calls") or ()
+    items: list[OutputItem] = []
+    if reasoning := message.get("reasoning_content"):
+        items.append(reasoning_item(response_id, reasoning, "completed"))
+    if message["content"] or not calls:
+        items.append(message_item(response_id, message["content"], status))
+    return items + [
+        call_item(call["id"], call["function"]["name"], call["function"]["arguments"], "completed") for call in calls
+    ]
 
 
 def message_item(response_id: str, text: str | None, status: str) -> OutputMessage:
@@ -164,36 +263,64 @@ def message_item(response_id: str, text: str | None, status: str) -> OutputMessa
     return OutputMessage(id="msg_" + response_id.removeprefix("resp_"), status=status, content=content)
 
 
+def reasoning_item(response_id: str, text: str | None, status: str) -> OutputReasoning:
+    """text: None where none has come yet."""
+    content = [] if text is None else [ReasoningText(text=text)]
+    return OutputReasoning(id="rs_" + response_id.removeprefix("resp_"), status=status, content=content)
+
+
+def call_item(call_id: str, name: str, arguments: str, status: str) -> OutputCall:
+    item_id = "fc_" + call_id.removeprefix("call_")
+    return OutputCall(id=item_id, call_id=call_id, name=name, arguments=arguments, status=status)
+
+
 # -- from the client's words -----------------------------------------------------------------------------------------
 def said_of(body: ResponseBody) -> tuple[str | None, list[Message]]:
     """System prompt, if one is named, and the messages after it. Raises ApiError 400."""
     if isinstance(body.input, str):
         return body.instructions, [{"role": "user", "content": body.input}]
-    said = [_message(item, f"input[{index}]") for index, item in enumerate(body.input)]
+    said = list[Message]()
+    for index, item in enumerate(body.input):
+        _take_in(item, f"input[{index}]", said)
+    said = in_order_of_calls(said)
     num_system = next((i for i, message in enumerate(said) if message["role"] != "system"), len(said))
     system = [] if body.instructions is None else [body.instructions]
     system += [message["content"] for message in said[:num_system]]
     return "\n\n".join(system) if system else None, said[num_system:]
 
 
-def _message(item: InputItem, param: str) -> Message:
-    if item.type not in (None, "message"):
-        message = f"{param} is of the type {item.type[:40]!r}; only messages are supported"
+_NEEDED = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"), "reasoning": (),
+}  # fmt: skip
+
+
+def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
+    """Add an item to the messages before it. Calls belong to the answer that they follow."""
+    kind = item.type or "message"
+    if kind not in _NEEDED:
+        message = f"{param} is of the type {kind[:40]!r}; give {', '.join(_NEEDED)}"
         raise bad_request(f"{param}.type", message, "unsupported_content")
-    for name, value in (("role", item.role), ("content", item.content)):
-        if value is None:
+    for name in _NEEDED[kind]:
+        if getattr(item, name) is None:
             raise bad_request(f"{param}.{name}", f"{param}.{name} is missing", "missing")
-    assert item.role is not None and item.content is not None
-    return message_of(MessageIn(item.role, item.content), param)
+    if kind == "message":
+        said.append(message_of(MessageIn(item.role or "", item.content), param))
+    elif kind == "function_call_output":
+        text = text_of(item.output or "", f"{param}.output")
+        said.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    elif kind == "function_call":
+        if not said or said[-1]["role"] != "assistant":
+            said.append({"role": "assistant", "content": ""})
+        function = {"name": item.name, "arguments": item.arguments}
+        said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function, "type": "function"})
 
 
 def check_supported(body: ResponseBody) -> None:
     """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
-    kind = "text" if body.text is None or body.text.format is None else body.text.format.type
     asked: dict[str, Any] = {
         "conversation": body.conversation is not None,
         "background": body.background,
-        "text.format": kind != "text",
         "cache_salt": body.cache_salt is not None,
     }
     for name, is_asked in asked.items():

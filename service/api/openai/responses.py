@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import Piece
+from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
@@ -71,36 +71,69 @@ class ResponsesDialect(Dialect[TurnResult]):
     draft: schema.ResponseObject
     has_done: ClassVar[bool] = False
     numbers: Iterator[int] = field(default_factory=count)
+    opened: list[str] = field(default_factory=list)  # ids of the items that were begun, in order
 
     def first(self, turns: Turns) -> Iterable[Event]:
         self.draft.id = response_id(turns[0].session_id, turns[0].number)
-        item = schema.message_item(self.draft.id, None, "in_progress")
         yield self._event("response.created", response=self.draft)
         yield self._event("response.in_progress", response=self.draft)
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **self._part, part=schema.OutputText(text=""))
 
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
-        if piece.text:
-            yield self._event("response.output_text.delta", **self._part, delta=piece.text, logprobs=[])
+        for event in piece.parts:
+            if not isinstance(event, TextDelta):
+                yield from self._call(event)
+            elif event.kind == "content":
+                item = schema.message_item(self.draft.id, None, "in_progress")
+                yield from self._open(item, schema.OutputText(text=""))
+                yield self._event("response.output_text.delta", **self._part(item.id), delta=event.text, logprobs=[])
+            else:
+                thought = schema.reasoning_item(self.draft.id, None, "in_progress")
+                yield from self._open(thought, schema.ReasoningText(text=""))
+                yield self._event("response.reasoning_text.delta", **self._part(thought.id), delta=event.text)
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
         response = self.whole(turns, results)
-        (message,) = response.output
-        text = message.content[0]
-        yield self._event("response.output_text.done", **self._part, text=text.text, logprobs=[])
-        yield self._event("response.content_part.done", **self._part, part=text)
-        yield self._event("response.output_item.done", output_index=0, item=message)
+        if not self.opened:
+            begun = schema.message_item(self.draft.id, None, "in_progress")
+            yield from self._open(begun, schema.OutputText(text=""))
+        response.output.sort(key=lambda item: self.opened.index(item.id))
+        for item in response.output:
+            if isinstance(item, schema.OutputCall):
+                continue  # it was said whole
+            (text,), part = item.content, self._part(item.id)
+            if isinstance(text, schema.OutputText):
+                yield self._event("response.output_text.done", **part, text=text.text, logprobs=[])
+            else:
+                yield self._event("response.reasoning_text.done", **part, text=text.text)
+            yield self._event("response.content_part.done", **part, part=text)
+            yield self._event("response.output_item.done", output_index=part["output_index"], item=item)
         yield self._event(f"response.{response.status}", response=response)
+
+    def _open(self, item: schema.OutputItem, part: schema.OutputText | schema.ReasoningText) -> Iterable[Event]:
+        if item.id not in self.opened:
+            self.opened.append(item.id)
+            yield self._event("response.output_item.added", output_index=len(self.opened) - 1, item=item)
+            yield self._event("response.content_part.added", **self._part(item.id), part=part)
+
+    def _call(self, event: ToolCallEvent) -> Iterable[Event]:
+        """A call, once it is whole."""
+        if event.state != "whole":
+            return
+        item = schema.call_item(event.id, event.name, event.arguments, "completed")
+        begun = schema.call_item(event.id, event.name, "", "in_progress")
+        place = {"item_id": item.id, "output_index": len(self.opened)}
+        self.opened.append(item.id)
+        yield self._event("response.output_item.added", output_index=place["output_index"], item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
+        yield self._event("response.function_call_arguments.done", **place, arguments=item.arguments, name=item.name)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.ResponseObject:
         self.draft.id = response_id(turns[0].session_id, turns[0].number)
         return schema.completed(self.draft, results[0])
 
-    @property
-    def _part(self) -> dict[str, Any]:
-        item = schema.message_item(self.draft.id, None, "in_progress")
-        return {"item_id": item.id, "output_index": 0, "content_index": 0}
+    def _part(self, item_id: str) -> dict[str, Any]:
+        return {"item_id": item_id, "output_index": self.opened.index(item_id), "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return kind, {"type": kind, "sequence_number": next(self.numbers), **fields}
@@ -121,6 +154,10 @@ async def create(request: web.Request) -> web.StreamResponse:
         previous_response_id=body.previous_response_id,
         store=body.store is not False,
         temperature=wanted.params.temperature,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        text=body.text if body.text is not None and body.text.format else schema.TextConfig(schema.Format("text")),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
         top_p=wanted.params.top_p,
         truncation=wanted.truncation,
         user=body.user,
@@ -152,7 +189,10 @@ async def _wanted(
         said = [*before.transcript, *said]
     session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
     ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
-    wanted = TurnRequest(tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, ttl=ttl)
+    wanted = TurnRequest(
+        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, ttl=ttl,
+        options=body.options,
+    )  # fmt: skip
     return wanted, before if goes_on else None
 
 
@@ -184,7 +224,8 @@ def _opened(
         system = before.system if before is not None else wanted.system
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        return open_stateless(context, exchange, StatelessRequest(wanted.tenant, messages, wanted.params))
+        request = StatelessRequest(wanted.tenant, messages, wanted.params, options=wanted.options)
+        return open_stateless(context, exchange, request)
     if before is None:
         return open_turn(context, exchange, wanted)
     return _going_on(context, exchange, wanted, before.parent)

@@ -17,10 +17,11 @@ from typing import Any
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, num_chars_of, texts_of
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.turns import Turn
 from kvstore.service.api.context import Context, Exchange
-from kvstore.service.api.schema import check_chars_of, num_chars_of
+from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 from kvstore.service.http.errors import bad_request, unavailable
 
@@ -72,6 +73,7 @@ class StatelessRequest:
     params: SamplingParams
     salt: str = ""
     priority: int = 0
+    options: AnswerOptions = NO_OPTIONS
 
 
 @asynccontextmanager
@@ -82,24 +84,29 @@ async def open_stateless(
 
     Raises ApiError 429 or 503 where there is no room, and RequestError.
     """
-    check_chars_of(context, [message["content"] for message in history.messages])
+    check_chars_of(context, [text for message in history.messages for text in texts_of(message)])
     async with context.reading(context.engine.turn(partial(_stateless, context, history)), exchange) as turn:
         yield [turn]
 
 
 async def _stateless(context: Context, history: StatelessRequest, turn: Turn[TurnResult]) -> TurnResult:
-    engine, params, messages = context.engine, history.params, history.messages
+    engine, params, messages, options = context.engine, history.params, history.messages, history.options
+    language = engine.engine.chats.language
     with context.limits.admit(history.tenant, params.n):
         prompt, turn_starts = await engine.call_with_text(
-            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages
+            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options
         )
+        if params.structured_outputs is not None or options.tools:
+            params = await engine.call(language.constrained, params, options)
         handle = await engine.submit(
-            turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts
-        )
+            turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts,
+            parser=language.parser(options),
+        )  # fmt: skip
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
-        await engine.call(context.recall.note, history.tenant, history.salt, messages, output)
+        await engine.call(context.recall.note, history.tenant, history.salt, messages, output, "", options)
     return TurnResult(
-        turn.session_id, None, output.text, output.finish_reason or "", output.usage, output.timings, 0, time.time()
-    )
+        turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
+        time.time(),
+    )  # fmt: skip

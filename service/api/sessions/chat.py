@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.outputs import Piece
+from kvstore.engine.outputs import AnswerEvent, Piece, TextDelta
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
@@ -31,8 +31,9 @@ MAX_TTL_S = 100 * 365 * 86400
 Turns = Sequence[Turn[TurnResult]]
 
 
-class ChatBody(schema.Sampling, kw_only=True):
-    """A turn. message, or messages: a new session may bring a history. ttl: seconds from its last turn; null: for ever.
+class ChatBody(schema.Talking, kw_only=True):
+    """A turn. message, or messages: results of tools, or, in a new session, a history. ttl: seconds from its last turn;
+    null: for ever.
 
     Without session_id the turn begins a session. truncation: "auto" or "disabled"; truncation_reuse: "reencode" or
     "exact".
@@ -48,9 +49,14 @@ class ChatBody(schema.Sampling, kw_only=True):
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
 
 
-class MessageOut(msgspec.Struct):
+class MessageOut(msgspec.Struct, omit_defaults=True):
+    """tool_calls, reasoning_content: of an answer; tool_call_id: of a tool's result."""
+
     role: str
     content: str
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatAnswer(msgspec.Struct):
@@ -71,7 +77,7 @@ class ChatAnswer(msgspec.Struct):
 class LastEvent(ChatAnswer):
     """The last event of a stream: the whole answer again."""
 
-    delta: dict[str, str] = {}
+    delta: dict[str, Any] = {}
 
 
 def turn_id(session_id: str, turn: int | None) -> str:
@@ -84,7 +90,7 @@ def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatA
         id=turn_id(result.session_id, result.number),
         session_id=session_id,
         turn=result.number,
-        message=MessageOut("assistant", result.text),
+        message=message_out(result.message),
         finish_reason=result.finish_reason,
         usage=schema.usage_object(result.usage),
         timings=schema.timings_object(result.timings),
@@ -102,8 +108,9 @@ class ChatDialect(Dialect[TurnResult]):
         yield self._event(turns, {"role": "assistant", "content": ""})
 
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
-        if piece.text:
-            yield self._event(turns, {"content": piece.text})
+        for event in piece.parts:
+            if (delta := delta_of(event)) is not None:
+                yield self._event(turns, delta)
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
         yield None, chat_answer(results[0], self.wanted.is_new, LastEvent)
@@ -117,6 +124,21 @@ class ChatDialect(Dialect[TurnResult]):
         return None, {
             "id": name, "session_id": session_id, "turn": number, "finish_reason": None, "delta": delta
         }  # fmt: skip
+
+
+def message_out(message: Message) -> MessageOut:
+    beside = (message.get(name) for name in ("tool_calls", "tool_call_id", "reasoning_content"))
+    return MessageOut(message["role"], message["content"], *beside)
+
+
+def delta_of(event: AnswerEvent) -> dict[str, Any] | None:
+    """As in chat completions. None for what is not said: a call that has begun, or was cut off."""
+    if isinstance(event, TextDelta):
+        return {"content" if event.kind == "content" else "reasoning_content": event.text}
+    if event.state != "whole":
+        return None
+    function = {"name": event.name, "arguments": event.arguments}
+    return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -161,7 +183,9 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
     default_s = context.options.ttl_s
     ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
-    return TurnRequest(tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl)
+    return TurnRequest(
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl, options=body.options
+    )
 
 
 ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

@@ -20,7 +20,7 @@ from kvstore.errors import SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.chat import MessageOut
+from kvstore.service.api.sessions.chat import MessageOut, message_out
 from kvstore.service.http.errors import Route, bad_request, json_response
 from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
 
@@ -165,7 +165,7 @@ def turn_out(session_id: str, record: TurnRecord) -> TurnOut:
 
 
 def messages_out(messages: Sequence[Message]) -> list[MessageOut]:
-    return [MessageOut(message["role"], message["content"]) for message in messages]
+    return list(map(message_out, messages))
 
 
 def key_of(request: web.Request) -> SessionKey:

@@ -16,15 +16,16 @@ from msgspec import UNSET, UnsetType
 
 from kvstore.engine.async_engine import LONG_TEXT_CHARS
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.stored import Hold, OneTurn
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, num_chars_of, texts_of
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context, Exchange, tenant_of
-from kvstore.service.api.schema import check_chars_of, num_chars_of
+from kvstore.service.api.schema import check_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
@@ -55,6 +56,7 @@ class TurnRequest:
     fork_of: Parent | None = None
     after_turn: int | None = None
     ttl: float | UnsetType | None = UNSET
+    options: AnswerOptions = NO_OPTIONS
 
     @property
     def key(self) -> SessionKey:
@@ -63,11 +65,13 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """A turn that has ended. number: None when it was stopped before anything was said, and so is not stored."""
+    """A turn that has ended. number: None when it was stopped before anything was said, and so is not stored. message:
+    the answer, with its calls and its reasoning.
+    """
 
     session_id: str
     number: int | None
-    text: str
+    message: Message
     finish_reason: str
     usage: Usage
     timings: Timings
@@ -82,9 +86,9 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"))
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
-    text = turn.messages[-1]["content"] if turn.messages else ""
+    message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
     return TurnResult(
-        session_id, turn.number, text, turn.finish_reason, usage, timings, turn.truncated_tokens, turn.created_s
+        session_id, turn.number, message, turn.finish_reason, usage, timings, turn.truncated_tokens, turn.created_s
     )
 
 
@@ -95,7 +99,7 @@ async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -
     A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
     SessionBusyError, SessionNotFoundError, and what `ChatSession.begin` raises.
     """
-    for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
+    for text in (wanted.system or "", *(text for message in wanted.messages for text in texts_of(message))):
         check_chars_of(context, [text])
     async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), exchange) as turn:
         yield [turn]
@@ -111,7 +115,7 @@ async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnRe
                     return await _computed(context, wanted, turn, hold)
         result = result_of(wanted.session_id, record)
         turn.session_id, turn.number = result.session_id, result.number
-        turn.answered(Piece(0, result.text, ()))
+        turn.answered(Piece(0, result.message["content"], (), events=events_of(result.message)))
         return result
 
 
@@ -142,7 +146,7 @@ async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult
         num_chars = num_chars_of([*wanted.messages, *([] if chat.token_ids else chat.messages)])
         if num_chars > LONG_TEXT_CHARS and not is_opened:
             return num_chars
-        return chat.begin(hold, chat.check(wanted.messages, params), params, port, wanted.after_turn)
+        return chat.begin(hold, chat.check(wanted.messages, params), params, port, wanted.after_turn, wanted.options)
 
     def end() -> TurnResult:
         nonlocal is_stored
@@ -186,11 +190,12 @@ def _settled(
             raise unknown_session(wanted.session_id)
         if not is_stopped:
             raise unavailable("the request was ended by the server", "aborted", 1)
-        return TurnResult(wanted.session_id, None, output.text, "abort", output.usage, output.timings, 0, time.time())
+        message = output.choices[0].message
+        return TurnResult(wanted.session_id, None, message, "abort", output.usage, output.timings, 0, time.time())
     if not isinstance(wanted.ttl, UnsetType):
         chat.set_ttl(wanted.ttl)
     with suppress(StoreError):  # the note only saves work
-        context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id)
+        context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id, wanted.options)
         if chat.stored.is_deleted:  # its deletion may have come before the note
             context.recall.forget_session(chat.tenant, chat.session_id)
     if not chat.stored.is_deleted:

@@ -117,7 +117,7 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
         messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
         assert template.next_ids([1, 2, 3], messages, "hello") is None
         chat = engine.chat("eleven")
-        chat.means = replace(chat.means, template=template)
+        chat.means = replace(chat.means, language=replace(chat.means.language, template=template))
         chat.send("Hello there", PARAMS)
         out = chat.send("And again", PARAMS)
         assert tokenizer.decode(out.prompt_token_ids).startswith("<|user|> Hel<|end|><|assistant|> ")

@@ -280,7 +280,7 @@ def handle(prompt, answer, lineage=None):
 
 
 def turn(before, next_turn, handle):
-    return OneTurn(before, "and now?", next_turn, handle, "a key")
+    return OneTurn(before, [{"role": "user", "content": "and now?"}], next_turn, handle, "a key")
 
 
 BEFORE = window(range(10))

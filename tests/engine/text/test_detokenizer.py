@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, TextDelta, ToolCallEvent, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, TextDelta, ToolCall, ToolCallEvent, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.detokenizer import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, Detokenizer
@@ -329,7 +329,9 @@ def test_pieces_bring_the_events_of_their_text():
     output = RequestOutput("", [], [Choice()], Usage(0, 0, CachedTokensDetails()), None)
     choice = ChoiceText(output, 0, SamplingParams(), BYTE_LEVEL, AnswerParser(HERMES, "", TOOLS))
     pieces = [choice.add_token(token_id, None, None) for token_id in ids]
-    assert [event for piece in pieces for event in piece.events][-2:] == [ToolCallEvent("begun", 0), WHOLE]
+    begun, whole = [event for piece in pieces for event in piece.events][-2:]
+    assert (begun, replace(whole, id="")) == (ToolCallEvent("begun", 0), WHOLE) and whole.id.startswith("call_")
+    assert choice.choice.tool_calls == [ToolCall(whole.id, "f", WHOLE.arguments)] and choice.choice.content == "Hm"
     cut = ChoiceText(output, 0, SamplingParams(), BYTE_LEVEL, AnswerParser(HERMES, "", TOOLS))
     pieces = [cut.add_token(token_id, None, None) for token_id in ids[:-5]]
     last = cut.end("abort")

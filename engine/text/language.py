@@ -1,0 +1,217 @@
+"""How one request speaks with the model: its tools, the variables of the chat template, the parser of its answers.
+
+Pure: knows no session, no core and no thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
+from kvstore.engine.text.answer_parser import AnswerParser, make_parser
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
+from kvstore.errors import RequestError
+
+TOOL_NAME = re.compile(r"[\w.-]{1,128}")
+MAX_TOOLS = MAX_TAGS
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request says beside messages and sampling; names and meanings are those of chat completions.
+
+    tools: `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. tool_choice: "auto",
+    "required" (the answer is calls), "none", or `{"type": "function", "function": {"name": ...}}`.
+    parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
+    Raises RequestError, which names the field.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tools = self.tools
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestError(f"tools is {tools!r}; give a list of functions", param="tools")
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS}", param="tools")
+        for index, tool in enumerate(tools):
+            _check_tool(tool, f"tools[{index}]")
+        names = [tool["function"]["name"] for tool in tools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RequestError(f"tools has {', '.join(sorted(twice))} twice", param="tools")
+        if self.named is not None and self.named not in names:
+            raise RequestError(f"tool_choice names {self.named!r}, which is none of tools", param="tool_choice")
+        if self.tool_choice == "required" and not tools:
+            raise RequestError("tool_choice is 'required', and there are no tools", param="tool_choice")
+
+    @property
+    def named(self) -> str | None:
+        """The function that must be called."""
+        if self.tool_choice in ("auto", "required", "none"):
+            return None
+        function = self.tool_choice.get("function") if isinstance(self.tool_choice, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            message = f"tool_choice is {str(self.tool_choice)[:80]!r}; give auto, none, required, or a function by name"
+            raise RequestError(message, param="tool_choice")
+        return name
+
+    @property
+    def shown_tools(self) -> list[Mapping[str, Any]]:
+        """The tools as the template shows them. `strict` is about the answer."""
+        return [
+            {**tool, "function": {name: part for name, part in tool["function"].items() if name != "strict"}}
+            for tool in self.tools
+        ]
+
+    @property
+    def key(self) -> str:
+        """What the prompt depends on beside messages; "" for nothing."""
+        given = [self.shown_tools, dict(self.chat_template_kwargs)]
+        return json.dumps(given) if any(given) else ""
+
+
+NO_OPTIONS = AnswerOptions()
+ToolsGiven: TypeAlias = Sequence[Mapping[str, Any]] | AnswerOptions  # tools, or with how they may be used
+
+
+def options_of(tools: ToolsGiven) -> AnswerOptions:
+    if isinstance(tools, AnswerOptions):
+        return tools
+    return AnswerOptions(tools) if tools else NO_OPTIONS
+
+
+def _check_tool(tool: Mapping[str, Any], path: str) -> None:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise RequestError(f"{path} is no function", param=path)
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        message = f"{path}.function.name is {str(name)[:80]!r}; give 1 to 128 letters, digits, '_', '.' or '-'"
+        raise RequestError(message, param=f"{path}.function.name")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(f"{path}.function.parameters is no JSON schema", param=f"{path}.function.parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """The tokenizer and the chat template of a model. template: None if there is none that works; why_no_chat is the
+    reason. answers: how the model writes calls and reasoning; None if that is not known.
+    """
+
+    tokenizer: Any
+    template: ChatTemplate | None
+    why_no_chat: str
+    answers: ResponseTemplate | None = None
+
+    def chat_template(self, options: AnswerOptions = NO_OPTIONS) -> ChatTemplate:
+        """Raises RequestError, also for tools that the model cannot be told of or whose calls nobody could read."""
+        if self.template is None:
+            raise RequestError(self.why_no_chat, param="messages")
+        if not options.key:
+            return self.template
+        if options.tools and not self.template.knows_tools:
+            message = "this model's chat template knows no tools; give one that does as --chat-template (in Python, "
+            raise RequestError(f"{message}chat_template=)", param="tools")
+        if options.tools and (self.answers is None or "tool_calls" not in self.answers.spec["fields"]):
+            message = "nothing is known of how this model writes calls; name its parser as --tool-call-parser (in "
+            raise RequestError(f"{message}Python, tool_call_parser=)", param="tools")
+        return self.template.using(options.shown_tools, options.chat_template_kwargs)
+
+    def new_parser(self, options: AnswerOptions = NO_OPTIONS) -> AnswerParser | None:
+        """For one answer; None if its text is its content. `chat_template` has passed the options."""
+        if self.answers is None or not (options.tools or self.answers.reasoning):
+            return None
+        tools = [] if options.tool_choice == "none" else options.tools
+        return make_parser(self.answers, self.chat_template(options).opening, tools)
+
+    def parser(self, options: AnswerOptions) -> Callable[[], AnswerParser | None]:
+        """What makes the parsers of a request's answers."""
+        return partial(self.new_parser, options)
+
+    def constrained(self, params: SamplingParams, options: AnswerOptions = NO_OPTIONS) -> SamplingParams:
+        """The parameters with a grammar for what the tools' use demands. Raises RequestError."""
+        asked = params.structured_outputs
+        if options.tools and options.tool_choice != "none":
+            asked = self._with_tools(options, asked)
+        reasoning = None if self.answers is None or asked is None else self._reasoning(options)
+        if asked is not None and reasoning is not None:
+            asked = replace(asked, reasoning=reasoning)
+        return params if asked is params.structured_outputs else replace(params, structured_outputs=asked)
+
+    def _with_tools(
+        self, options: AnswerOptions, asked: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
+        must_call = options.named is not None or options.tool_choice == "required"
+        is_strict = any(tool["function"].get("strict") for tool in options.tools)
+        if not (must_call or is_strict or asked is not None or not options.parallel_tool_calls):
+            return None
+        calls = None if self.answers is None else self.answers.calls
+        json_schema = None if asked is None else dict(ANY_ARGUMENTS) if asked.json_object else asked.json
+        if asked is not None and json_schema is None and not must_call:
+            raise RequestError(f"{asked.param} and tools go together only for a JSON answer", param=asked.param)
+        is_open = not (must_call or asked is not None)  # text may come before a call
+        if calls is None or calls.arguments not in ("json", "parameters") or (is_open and not calls.trigger):
+            if not must_call and asked is None and options.parallel_tool_calls:
+                return None  # strict: nothing can hold this model to a schema in mid-text
+            message = "nothing can hold this model to a form of its calls; leave tool_choice 'auto', and other formats"
+            raise RequestError(f"{message} out", param="tool_choice")
+        tools = [tool for tool in options.tools if options.named in (None, tool["function"]["name"])]
+        tags = [_tag(calls, tool["function"], not is_open or bool(tool["function"].get("strict"))) for tool in tools]
+        single = options.named is not None or not options.parallel_tool_calls or bool(calls.opener)
+        return StructuredOutputsParams(
+            tags=tags, required=not is_open, single=single, json=None if must_call else json_schema, param="tools"
+        )
+
+    def _reasoning(self, options: AnswerOptions) -> tuple[str, str] | None:
+        """The texts around reasoning, which comes before what must match; the first is "" if the prompt has it."""
+        assert self.answers is not None
+        if self.answers.reasoning is None:
+            return None
+        opener, closer = self.answers.reasoning
+        opening = self.chat_template(options).opening
+        start, end = opening.rfind(opener), opening.rfind(closer)
+        if end > start:
+            return None  # the prompt has closed it
+        return ("", closer) if start >= 0 else (opener, closer)
+
+
+def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> StructuralTag:
+    """A call of this function. is_strict: its arguments match its schema."""
+    schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
+    begin, end = calls.opener + calls.begin.replace("{name}", function["name"]), calls.end + calls.closer
+    if calls.arguments == "json":
+        return StructuralTag(begin, end, json={"type": "object", **schema}, trigger=calls.trigger)
+    return StructuralTag(begin, end, grammar=_parameters_grammar(calls.parameter, schema), trigger=calls.trigger)
+
+
+def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
+    """Lark for arguments of which each is written by itself: a string as it is, anything else as JSON."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    start, lines = list[str](), list[str]()
+    for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        before, after = parameter.replace("{key}", key).split("{value}")
+        name = f"p{index}"
+        start.append(name if key in schema.get("required", ()) else f"{name}?")
+        texts = value.get("enum") if isinstance(value, Mapping) else None
+        kinds = value.get("type", "string") if isinstance(value, Mapping) else "string"
+        if texts and all(isinstance(text, str) for text in texts):
+            choice = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+            lines.append(f"{name}: {json.dumps(before)} ({choice}) {json.dumps(after)}")
+        elif kinds == "string" or "string" in kinds:
+            lines += [f"{name}: {json.dumps(before)} {name}_text", f"{name}_text[lazy]: /(.|\\n)*/ {json.dumps(after)}"]
+        else:
+            options = {"x-guidance": {"whitespace_flexible": False, "coerce_one_of": True}}
+            wanted = json.dumps({**shared, **value, **options})
+            lines.append(f"{name}: {json.dumps(before)} %json {wanted} {json.dumps(after)}")
+    return "\n".join([f"start: {' '.join(start) or json.dumps('')}", *lines])
