@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvstore.engine.client.messages import Spliced
 from kvstore.engine.client.requests import Handle, NewParser, no_parser
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.outputs import NO_EARLIER, Earlier, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession, messages_of
 from kvstore.engine.sessions.stored import OneTurn
@@ -273,6 +273,7 @@ class AsyncEngine:
         spliced: Spliced | None = None,
         turn_starts: Sequence[int] = (),
         parser: NewParser = no_parser,
+        earlier: Earlier = NO_EARLIER,
     ) -> Handle:
         """Queue a prompt for the script of this turn. See `start`, and `CoreClient.submit`."""
         port, chosen = self.port, params or SamplingParams()
@@ -281,7 +282,9 @@ class AsyncEngine:
             turn.check_wanted()
             engine, facts = self.engine, self.engine.facts
             token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
-            return engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts, parser)
+            return engine.submit(
+                token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts, parser, earlier
+            )
 
         if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:
             return submit()  # never waits, and a thread would cost more than the call

@@ -29,15 +29,55 @@ class CachedTokensDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class Miss:
+    """Prompt tokens that were computed although an earlier request of the conversation had them, and why.
+
+    cause: the prompt differs: tools, tool_order, template (another one, or its variables), thinking (the template drops
+    it), edit, head (the system message or what stands before it, at each request), truncation, salt, weights. Or the
+    tiers lack it: see `kvstore.blocks.records.Loss`, whose tier, at_s and why these are. tokens: how many at most, in
+    whole blocks. token: where the first of them is in the prompt. message, role: the message that it is in, from 0;
+    None if in none, or if that cannot be told.
+    """
+
+    cause: str
+    tokens: int
+    token: int
+    message: int | None = None
+    role: str | None = None
+    tier: str | None = None
+    at_s: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an earlier request of the same conversation had of a prompt.
+
+    num_tokens: of its first ones; ended_s: when that request ended, in seconds since the epoch. miss: what it had of
+    the rest, and why that cannot be used; None if it had nothing. num_heads: how often the conversation's system
+    message has changed.
+    """
+
+    num_tokens: int = 0
+    ended_s: float = 0.0
+    miss: Miss | None = None
+    num_heads: int = 0
+
+
+NO_EARLIER = Earlier()
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request. cached_tokens is a subset of prompt_tokens. capped_max_tokens: what the window had
-    left for an answer, if `max_tokens` was more.
+    left for an answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens_details: CachedTokensDetails
     capped_max_tokens: int | None = None
+    miss: Miss | None = None
 
     @property
     def cached_tokens(self) -> int:

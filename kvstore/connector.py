@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
-from kvstore.blocks.records import SaveFence, TransferPlan
+from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LookAhead
 from kvstore.policy.policies import Steering
+from kvstore.stats import MOST_LOSSES, Losses
 from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, StepSpan, Upkeep
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class KVConnector(Protocol):
     root_secret: bytes  # with the fingerprint it makes lineage roots
     upkeep: Upkeep
     holdings: Holdings | None  # where all tiers, HBM included, report what they hold; None when no events are wanted
+    hbm_losses: Losses | None  # where the engine's pool notes what it gives up; None where tiers below have that
 
     # -- scheduler side --------------------------------------------------------------------------------------------
     def on_new_request(self, request: NewRequest) -> Arrival:
@@ -79,6 +81,10 @@ class KVConnector(Protocol):
         answer: its length and end, from which returns are learned. new_ids, new_tokens: see `StepSpan`, but to its very
         end.
         """
+
+    def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
+        """Why a request is to compute a block that another one had at `since_s`, in seconds since the epoch."""
+        ...
 
     # -- worker side -----------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -156,8 +162,12 @@ class KVConnector(Protocol):
 class _NothingKept(Upkeep):
     """The upkeep of no store: only what was learned can be shown."""
 
-    def __init__(self, steering: Steering) -> None:
-        self._steering = steering
+    def __init__(self, steering: Steering, losses: Losses) -> None:
+        self._steering, self._losses = steering, losses
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
+        self._losses.note("deleted", None, *block_ids)
+        return frozenset(block_ids), True
 
     def stats(self) -> dict[str, object]:
         return {"policy": self._steering.as_dict()}
@@ -178,7 +188,8 @@ class NullConnector(KVConnector):
         self.root_secret = secrets.token_bytes(32)
         self.holdings = Holdings(self._root) if reports else None
         self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
-        self.upkeep = _NothingKept(self._steering)
+        self.hbm_losses = Losses(MOST_LOSSES, clock)
+        self.upkeep = _NothingKept(self._steering, self.hbm_losses)
         self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
         self._requests: dict[str, tuple[Conversation, list[BlockId]]] = {}
         self.hbm_order = self._steering.order("hbm")
@@ -214,6 +225,9 @@ class NullConnector(KVConnector):
         if conversation is not None:
             self._look_ahead.remove(request_id)
             self._steering.end_request(conversation, [*chain, *new_ids], answer)
+
+    def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
+        return self.hbm_losses.why(block_id, since_s, has_disk=False)
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
         if (found := self._steering.conversation_of(chain)) is not None:

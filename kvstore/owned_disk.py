@@ -107,7 +107,7 @@ class OwnedDisk:
             failures = self._store.stats.read_failures
             failures[result.value] = failures.get(result.value, 0) + 1
             if result in (ReadResult.MISSING, ReadResult.CORRUPT) and self._store.contains(block_id):
-                self._store.disk.space.delete_tree(block_id)
+                self._store.disk.space.delete_tree(block_id, result=result)
 
     def put(self, pairs: Sequence[tuple[bytes, bytes]], is_wanted: Callable[[], bool]) -> list[bool]:
         """See `DiskOwner.put`. Refuses a value that is damaged, or whose block before it is not there."""

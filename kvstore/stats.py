@@ -1,13 +1,19 @@
-"""Counters of a store, by what happened, and how long its transfers took. Plain numbers; knows nobody who shows them.
+"""Counters of a store, by what happened, how long its transfers took, and what became of blocks that it lost.
+
+Knows nobody who shows them.
 
 What is in `StoreStats` is written by the control plane's thread only.
 """
 
 import threading
+import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import Loss
 
 LATENCY_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
@@ -62,9 +68,54 @@ class Counts:
             return {**self._numbers, **times, **self.rates, "failures": dict(self._failures)}
 
 
+MOST_LOSSES = 1 << 16  # blocks, at about 200 bytes each
+
+
+class Losses:
+    """What became of the blocks that were lost last. One thread at a time. most: how many; 0 keeps nothing.
+
+    opened_s: since when it knows.
+    """
+
+    def __init__(self, most: int = 0, clock: Callable[[], float] = time.time) -> None:
+        self._most, self._clock = most, clock
+        self._known: OrderedDict[BlockId, Loss] = OrderedDict()
+        self.opened_s = clock()
+
+    def note(self, cause: str, tier: str | None, *block_ids: BlockId, why: str | None = None) -> None:
+        """These are lost. What is noted last counts."""
+        if not self._most:
+            return
+        loss = Loss(cause, tier, self._clock(), why)
+        for block_id in block_ids:
+            self._known[block_id] = loss
+            self._known.move_to_end(block_id)
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def stored(self, block_id: BlockId) -> None:
+        """It is there again."""
+        self._known.pop(block_id, None)
+
+    def get(self, block_id: BlockId) -> Loss | None:
+        return self._known.get(block_id)
+
+    def why(self, block_id: BlockId, since_s: float, has_disk: bool) -> Loss:
+        """Why a block is nowhere that was there at `since_s`. has_disk: it could have outlived the process."""
+        if (known := self.get(block_id)) is not None:
+            return known
+        if since_s >= self.opened_s:
+            return Loss("unknown")
+        cause, what = ("unknown", "") if has_disk else ("not_written", "no disk, and ")
+        return Loss(cause, None, self.opened_s, f"{what}the engine has started since")
+
+
 @dataclass(slots=True)
 class StoreStats:
-    """Running totals since the store was opened; blocks unless the name says otherwise."""
+    """Running totals since the store was opened; blocks unless the name says otherwise.
+
+    losses: what became of blocks that are gone.
+    """
 
     saved: int = 0
     loaded: int = 0
@@ -93,6 +144,8 @@ class StoreStats:
     given_up_tokens: int = 0  # were to be loaded, until a block of them did not come
     housekeeping_errors: int = 0  # rounds of work in the background that ended in an error which nobody had foreseen
     policy_file_errors: int = 0  # what was learned earlier could not be read or written
+    losses: Losses = field(default_factory=Losses)
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        counts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "losses"}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in counts.items()}

@@ -201,8 +201,9 @@ class LocalCore:
         opened.callback(self.connector.close)
         if self._ranks is not None:
             self._ranks.open_arena()
-        holdings = self.connector.holdings
-        on_gone = None if holdings is None else partial(holdings.gone, Place.HBM)
+        holdings, losses = self.connector.holdings, self.connector.hbm_losses
+        on_gone = [] if holdings is None else [partial(holdings.gone, Place.HBM)]
+        on_gone += [] if losses is None else [partial(losses.note, "evicted", "hbm")]
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
         capturer = CudaCapturer(loaded.device) if has_graphs else None
         runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
@@ -283,6 +284,8 @@ class LocalCore:
             tenant=prompt.tenant,
             chain=list(prompt.chain),
             turn_starts=prompt.turn_starts,
+            num_had=prompt.num_had,
+            had_s=prompt.had_s,
         )
         first.children = [first.sibling(index) for index in range(1, params.n)]
         return first

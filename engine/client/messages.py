@@ -54,7 +54,8 @@ class Facts:
 # -- requests --------------------------------------------------------------------------------------------------------
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
-    see `CoreClient.submit`.
+    see `CoreClient.submit`. num_had: how many of its first tokens an earlier request had, and had_s: when that ended;
+    the core says why it computes any of these.
     """
 
     request_id: str
@@ -66,6 +67,8 @@ class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     chain: Sequence[BlockId]
     lineage: Lineage
     turn_starts: Sequence[int] = ()
+    num_had: int = 0
+    had_s: float = 0.0
 
 
 class End(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -18,9 +18,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.records import Loss
 from kvstore.engine.client.messages import Call, Core, Facts, Spliced, Submit
 from kvstore.engine.core.request import Ended, Said, Update
-from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, Usage
+from kvstore.engine.outputs import (
+    NO_EARLIER,
+    CachedTokensDetails,
+    Choice,
+    Earlier,
+    Piece,
+    RequestOutput,
+    Timings,
+    Usage,
+)
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.detokenizer import ChoiceText
@@ -50,6 +60,18 @@ class Handle:
     trace: TracebackType | None = None  # of the error when it was raised first
     chain: Sequence[BlockId] = ()  # ids of the first choice's full blocks, once it has ended
     lineage: Lineage | None = None  # what the chain is built on
+    earlier: Earlier = NO_EARLIER
+    loss: tuple[int, Loss] | None = None  # see `Ended`
+
+    def num_lost(self, block_size: int) -> int:
+        """How many of the first tokens it has computed although an earlier request had them, in whole blocks."""
+        num_had = min(self.earlier.num_tokens, len(self.output.prompt_token_ids) - 1) // block_size * block_size
+        return max(0, num_had - self.output.usage.cached_tokens)
+
+    def has_missed(self, block_size: int) -> bool:
+        """Whether `kvstore.engine.sessions.misses` has something to explain."""
+        is_computed = self.output.ttft_s is not None
+        return is_computed and (self.earlier.miss is not None or self.num_lost(block_size) > 0)
 
     def raise_error(self) -> None:
         """Raise its error, if it ended with one. Others may share it."""
@@ -155,7 +177,7 @@ class _Running:
         output.usage = replace(output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached)
         # The core may have computed blocks beyond a stop string; they are built on those that are named.
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // self._block_size])
-        handle.lineage = ended.lineage
+        handle.lineage, handle.loss = ended.lineage, ended.loss
         output.timings = self._timings(ended.timings)
         handle.error, handle.trace = ended.error, None if ended.error is None else ended.error.__traceback__
         handle.done = True
@@ -217,21 +239,26 @@ class CoreClient:
         listener: Listener | None = None,
         turn_starts: Sequence[int] = (),
         parser: NewParser = no_parser,
+        earlier: Earlier = NO_EARLIER,
     ) -> Handle:
         """Queue one prompt of token ids; never waits. Raises as `Engine.generate`.
 
         spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
         of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
-        known: others may go on from there in another way. parser: makes the parser of one answer. Raises
-        EngineOverloadedError if the engine's process has too many requests, EngineDiedError if it has ended.
+        known: others may go on from there in another way. parser: makes the parser of one answer. earlier: what an
+        earlier request had of the prompt. Raises EngineOverloadedError if the engine's process has too many requests,
+        EngineDiedError if it has ended.
         """
         prompts = [(token_ids, params)]
-        return self.submit_all(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts, parser)[0]
+        (handle,) = self.submit_all(
+            prompts, tenant, cache_salt, priority, spliced, listener, turn_starts, parser, earlier
+        )
+        return handle
 
     def submit_all(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], tenant: str = "", cache_salt: str = "",
         priority: int = 0, spliced: Spliced | None = None, listener: Listener | None = None,
-        turn_starts: Sequence[int] = (), parser: NewParser = no_parser,
+        turn_starts: Sequence[int] = (), parser: NewParser = no_parser, earlier: Earlier = NO_EARLIER,
     ) -> list[Handle]:  # fmt: skip
         """`submit` for prompts that share a step if there is room. None is queued when one is wrong."""
         self.check_open()
@@ -243,11 +270,15 @@ class CoreClient:
         for (token_ids, params), max_tokens in zip(prompts, longest, strict=True):
             request_id = f"request-{next(self._numbers)}"
             handle = _new_handle(request_id, token_ids, params, max_tokens, listener or Bell())
+            handle.earlier = earlier
             running[request_id] = _Running(handle, params, self._tokenizer, facts.block_size, parser)
             silent = replace(params, stop=()) if params.stop else params
             asked.append(
-                Submit(request_id, token_ids, silent, max_tokens, tenant, priority, chain, lineage, turn_starts)
-            )
+                Submit(
+                    request_id, token_ids, silent, max_tokens, tenant, priority, chain, lineage, turn_starts,
+                    earlier.num_tokens, earlier.ended_s,
+                )
+            )  # fmt: skip
         self._running |= running
         try:
             self.core.submit(asked)

@@ -5,6 +5,7 @@ Owns no request; knows the connector's verbs for the scheduler.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,7 @@ from typing import Literal
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId, token_bytes
 from kvstore.blocks.pool import BlockPool
-from kvstore.blocks.records import Evict
+from kvstore.blocks.records import Evict, Loss
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.request import Request
@@ -233,6 +234,7 @@ class RequestBlocks:
         num_hit -= external.num_unsaved
         hits = hits[: num_hit // size]
         if num_hit + external.num_tokens < request.lineage.splice_end * size:
+            self._note_loss(request, num_hit + external.num_tokens)
             self.connector.request_finished(request.request_id)
             request.give_up_splice()
             request.cached.arrival = None  # it was noted for the blocks of the previous chain
@@ -245,7 +247,21 @@ class RequestBlocks:
         if external.num_tokens:
             self._load(request, num_hit, external.num_tokens)
         self._count_cached(request, num_hit, num_hit + external.num_tokens)
+        self._note_loss(request, num_hit + external.num_tokens)
         return Admitted(num_tokens, UNCHANGED)
+
+    def _note_loss(self, request: Request, num_cached: int) -> None:
+        """Find out why it computes what an earlier request had. A second start, after a preemption, changes nothing."""
+        size = self.manager.block_size
+        num_had = min(request.num_had, request.num_prompt_tokens - 1) // size * size
+        if num_cached >= num_had or request.loss is not None or request.num_preemptions:
+            return
+        if request.may_load:
+            block_id = request.chain[num_cached // size]
+            loss = self.connector.why_missing(request.request_id, block_id, request.had_s)
+        else:
+            loss = Loss("load_failed", "cpu", time.time())
+        request.loss = (num_cached, loss)
 
     def ask_again(self, request: Request) -> Match:
         """Ask what more can be loaded, once the request has computed what came before."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.blocks.records import Loss
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.policy.conversation import Answer, Conversation
@@ -108,6 +109,9 @@ class Request:
     arrival_s: float = 0.0
     tenant: str = ""
     turn_starts: Sequence[int] = ()  # in the prompt, as far as known
+    num_had: int = 0  # how many of its first tokens an earlier request had, whose KV was there at had_s
+    had_s: float = 0.0
+    loss: tuple[int, Loss] | None = None  # the first of these that is computed, and why
     pending_s: float | None = None  # when it could have started, had its blocks not been on their way
     scheduled_s: float | None = None  # when its first step began
     index: int = 0  # of the choice
@@ -246,13 +250,16 @@ class Said(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """A prompt's figures once every choice has ended. chain: of the first choice. error: why all of them have."""
+    """A prompt's figures once every choice has ended. chain: of the first choice. error: why all of them have. loss:
+    the first token that it has computed though an earlier request had it, and why.
+    """
 
     cached: CachedTokensDetails = CachedTokensDetails()
     chain: Sequence[BlockId] = ()
     lineage: Lineage | None = None
     timings: Timings = Timings()  # without `decode_s`
     error: Exception | None = None
+    loss: tuple[int, Loss] | None = None
 
 
 class Update(msgspec.Struct, array_like=True):
@@ -333,7 +340,7 @@ class News:
         if choice.index == 0:  # it has computed the prompt
             ended = prompt.ended
             ended.cached, ended.timings = choice.cached.details or ended.cached, _timings(choice, prompt.ttft_s)
-            ended.chain, ended.lineage = tuple(choice.chain), choice.lineage
+            ended.chain, ended.lineage, ended.loss = tuple(choice.chain), choice.lineage, choice.loss
         if not prompt.open:
             del self._prompts[choice.prompt_id]
         return not prompt.open

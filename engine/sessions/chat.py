@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import sha256
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.client.messages import Forget, Prefetch
@@ -202,22 +201,21 @@ class ChatSession:
                 raise RequestError("a session that has turns takes one user message at a time", param="messages")
             before = before.with_history(said[:old])
         new, template = said[old:], language.chat_template(options)
-        key = sha256(options.key.encode()).digest() if options.key else b""
         check_results(new, before.messages)
         following = before.next_turn(
-            client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, key
+            client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, options.digest
         )
         try:
             starts = following.turn_starts or template.first_start(before.system, following.prompt)
             handle = client.submit(
                 following.prompt, language.constrained(params, options), self.tenant,
                 spliced=(following.chain, following.lineage), listener=listener, turn_starts=starts,
-                parser=language.parser(options),
+                parser=language.parser(options), earlier=before.had_of(following, template, new, self.stored.updated_s),
             )  # fmt: skip
         except Exception:
             _forget(client, following.spliced_blocks(before.lineage))
             raise
-        return OneTurn(before, new, following, handle, idempotency_key)
+        return OneTurn(before, new, following, handle, idempotency_key, template)
 
     def end(self, hold: Hold, keep: bool = True) -> TurnRecord | None:
         """End the holder's turn and store it, durable on return; delete reused KV that no turn refers to.
@@ -230,6 +228,7 @@ class ChatSession:
         with ExitStack() as leased:
             leased.callback(self.means.claims.give_back, hold)
             client.abort(turn.handle)
+            turn.explain(client.facts.block_size)
             with self.storing:  # a deletion that has ended the turn marks the session before it leaves this
                 pass
             try:

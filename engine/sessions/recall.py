@@ -10,60 +10,76 @@ from __future__ import annotations
 import hmac
 import json
 import threading
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvstore.blocks.ids import BlockId
-from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.client.requests import Handle
+from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
+from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
 from kvstore.engine.text.chat_template import Message, answer_ids, texts_of
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import check_length
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
 
-LINE_COST, TURN_COST = 190, 100  # costs beside the ids, in tokens of 4 bytes
+LINE_COST, TURN_COST = 250, 180  # costs beside the ids, in tokens of 4 bytes
 DIGEST_BYTES = 16
 MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 
 
 @dataclass(frozen=True, slots=True)
 class KnownConversation:
-    """A conversation at the end of an answer. owner: its session, if any."""
+    """A conversation at the end of an answer. owner: its session, if any. is_last: nothing is known that follows."""
 
     num_messages: int
     token_ids: Sequence[int]
     owner: bytes = b""
+    rendering: Rendering = NO_RENDERING
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The end of a turn within a line. history: the digest of all messages up to there."""
+    """The end of a turn within a line. history: the digest of all messages up to there. names: all digests that lead
+    to it.
+    """
 
     history: bytes
     num_messages: int
     num_tokens: int
+    names: Sequence[bytes]
 
 
 @dataclass(slots=True)
 class _Line:
-    """A growing conversation; all its turns share its ids."""
+    """A growing conversation; all its turns share its ids. rendering: of its last turn."""
 
     number: int
     token_ids: array[int]
     owner: bytes
     ends: list[_End]
+    rendering: Rendering
 
     @property
     def cost(self) -> int:
         return LINE_COST + len(self.token_ids) + TURN_COST * len(self.ends)
 
     def at(self, end: _End) -> KnownConversation:
-        return KnownConversation(end.num_messages, self.token_ids[: end.num_tokens], self.owner)
+        ids, is_last = self.token_ids[: end.num_tokens], end is self.ends[-1]
+        return KnownConversation(end.num_messages, ids, self.owner, self.rendering, is_last)
+
+    def last_in_common(self, end: _End, marks: Sequence[bytes]) -> _End:
+        """The last end whose turn has a message that stands at the same place in another history; at least `end`."""
+        pairs = enumerate(zip(self.rendering.marks, marks, strict=False))
+        most = max((index for index, (mine, other) in pairs if mine == other), default=-1)
+        return next((one for one in self.ends if one.num_messages > max(most, end.num_messages - 1)), end)
 
     def is_continued_by(self, before: bytes, new: KnownConversation) -> bool:
         known = array("I", new.token_ids[: len(self.token_ids)])
@@ -77,38 +93,42 @@ class Lines:
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._lines: OrderedDict[int, _Line] = OrderedDict()  # the least recently used first
-        self._by_history: dict[bytes, tuple[_Line, _End]] = {}
+        self._by_name: dict[bytes, tuple[_Line, _End]] = {}
         self._next_number = 0
         self.num_tokens = 0  # with the costs beside them
 
-    def add(self, history: bytes, before: bytes, new: KnownConversation) -> None:
+    def add(self, history: bytes, before: bytes, new: KnownConversation, names: Sequence[bytes] | None = None) -> None:
         """Remember a conversation; if the one up to the previous answer is known, extend that. history, before: digests
-        of the messages of each.
+        of the messages of each. names: what leads to it; None: its history.
         """
+        names = [history] if names is None else names
         with self._lock:
-            line, _ = self._by_history.get(before, (None, None))
+            line, _ = self._by_name.get(before, (None, None))
             if line is None or not line.is_continued_by(before, new):
-                line = _Line(self._next_number, array("I"), new.owner, [])
+                line = _Line(self._next_number, array("I"), new.owner, [], new.rendering)
                 self._next_number += 1
                 self._lines[line.number] = line
             else:
                 self.num_tokens -= line.cost
             line.token_ids.extend(new.token_ids[len(line.token_ids) :])
-            line.ends.append(_End(history, new.num_messages, len(line.token_ids)))
-            self._by_history[history] = (line, line.ends[-1])
+            line.ends.append(_End(history, new.num_messages, len(line.token_ids), names))
+            line.rendering = new.rendering
+            self._by_name.update(dict.fromkeys(names, (line, line.ends[-1])))
             self._lines.move_to_end(line.number)
             self.num_tokens += line.cost
             while self.num_tokens > self._max_tokens:
                 self._remove(next(iter(self._lines.values())))
 
-    def find_first(self, histories: Iterable[bytes]) -> KnownConversation | None:
-        """The first known conversation among those with these digests."""
+    def find_first(self, names: Iterable[bytes], marks: Sequence[bytes] = ()) -> KnownConversation | None:
+        """The first known conversation that one of these leads to. marks: of a history; the conversation is taken as
+        far as they have something in common.
+        """
         with self._lock:
-            for history in histories:
-                line, end = self._by_history.get(history, (None, None))
+            for name in names:
+                line, end = self._by_name.get(name, (None, None))
                 if line is not None and end is not None:
                     self._lines.move_to_end(line.number)
-                    return line.at(end)
+                    return line.at(line.last_in_common(end, marks) if marks else end)
         return None
 
     def forget_owner(self, owner: bytes) -> None:
@@ -119,9 +139,9 @@ class Lines:
     def _remove(self, line: _Line) -> None:
         del self._lines[line.number]
         self.num_tokens -= line.cost
-        for end in line.ends:
-            if self._by_history.get(end.history, (None, None))[0] is line:
-                del self._by_history[end.history]
+        for name in {name for end in line.ends for name in end.names}:
+            if self._by_name.get(name, (None, None))[0] is line:
+                del self._by_name[name]
 
 
 class Keys:
@@ -130,17 +150,36 @@ class Keys:
     def __init__(self, root: BlockId, cache_salt: str) -> None:
         self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
 
-    def histories(self, messages: Sequence[Message], options: AnswerOptions = NO_OPTIONS) -> list[bytes]:
-        """The digest of each message with all before it, and with the tools and variables at the prompt's head."""
-        history, found = (self._digest(b"op", options.key.encode()) if options.key else b""), []
-        for message in messages:
-            history = self.after(history, message)
+    def marks(self, messages: Sequence[Message]) -> list[bytes]:
+        """The digest of each message."""
+        return [self.message(message) for message in messages]
+
+    def histories(self, marks: Sequence[bytes], options: bytes = b"") -> list[bytes]:
+        """The digest of each message with all before it, and with the tools and variables at the prompt's head. marks:
+        those of the messages alone.
+        """
+        history, found = (self._digest(b"op", options) if options else b""), []
+        for mark in marks:
+            history = self.after(history, mark)
             found.append(history)
         return found
 
-    def after(self, history: bytes, message: Message) -> bytes:
-        """The digest of a history, given by its own, and a message."""
-        return self._digest(b"hi", history + self.message(message))
+    def after(self, history: bytes, mark: bytes) -> bytes:
+        """The digest of a history, given by its own, and a message, given by its mark."""
+        return self._digest(b"hi", history + mark)
+
+    def exchange(self, asked: bytes, answer: bytes) -> bytes:
+        """The digest of an answer and the message before it, whatever came before these; given by their marks."""
+        return self._digest(b"ex", asked + answer)
+
+    def call(self, call: Mapping[str, Any]) -> bytes:
+        """The digest of a call's id, which nobody can guess."""
+        return self._digest(b"id", str(call.get("id")).encode("utf-8", "surrogatepass"))
+
+    @property
+    def tag(self) -> bytes:
+        """Names the owner."""
+        return self._digest(b"ow", b"")
 
     def message(self, message: Message) -> bytes:
         """The digest of a message: all fields of it, as a template may show any, but its reasoning. Calls count as JSON
@@ -185,11 +224,11 @@ class Recall:
 
     def prompt(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
-    ) -> tuple[list[int], list[int]]:
-        """`prompt_ids`, and where the first turn begins in them; empty if unknown."""
-        ids = self.prompt_ids(tenant, cache_salt, messages, options)
+    ) -> tuple[list[int], list[int], Earlier]:
+        """`prompt_ids`, where the first turn begins in them (empty if unknown), and what an earlier request had."""
+        ids, earlier = self._prompt(tenant, cache_salt, messages, options)
         system = [message for message in messages[:1] if message["role"] == "system"]
-        return ids, self._language.chat_template(options).first_start(system, ids)
+        return ids, self._language.chat_template(options).first_start(system, ids), earlier
 
     def prompt_ids(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
@@ -198,13 +237,19 @@ class Recall:
 
         Raises RequestError when the template refuses.
         """
+        return self._prompt(tenant, cache_salt, messages, options)[0]
+
+    def _prompt(
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions
+    ) -> tuple[list[int], Earlier]:
         template = self._language.chat_template(options)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
         texts = [text for message in messages for text in texts_of(message)]
         check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
         keys = Keys(self._client.facts.root(tenant), cache_salt)
-        histories = keys.histories(messages, options)
+        marks = keys.marks(messages)
+        histories = keys.histories(marks, options.digest)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         known = self._lines.find_first(histories[index] for index in reversed(answered))
         beginning = None if known is None else (known.num_messages - 1, known.token_ids)
@@ -213,36 +258,64 @@ class Recall:
         found = self._answers.find_ids(names) if rest else []
         answers = {index: ids for index, ids in zip(rest, found, strict=True) if ids is not None}
         recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
-        return template.prompt_ids(messages) if recalled is None else recalled
+        ids = template.prompt_ids(messages) if recalled is None else recalled
+        if known is not None and known.is_last and recalled is not None:  # it goes on
+            return ids, Earlier(len(known.token_ids) - 1, known.rendering.ended_s, None, known.rendering.num_heads)
+        plain = keys if not cache_salt else Keys(self._client.facts.root(tenant), "")
+        likely = self._lines.find_first(
+            (
+                name
+                for i in reversed(answered)
+                for name in _names_of_conversation(keys, plain, histories, marks, messages, i)
+            ),
+            marks,
+        )
+        if likely is None:
+            return ids, Earlier()
+        now = Rendering(marks, options=options.digest, salt=keys.tag)
+        return ids, compare(MadePrompt(ids, messages, template), now, likely.token_ids, likely.rendering)
 
     def note(
         self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = "",
-        options: AnswerOptions = NO_OPTIONS,
+        options: AnswerOptions = NO_OPTIONS, handle: Handle | None = None,
     ) -> None:  # fmt: skip
         """Remember a finished answer: its choices are recognised from now on.
 
         messages: the prompt's, without those that a truncation dropped. session_id: the turn's session, if any; see
-        `forget_session`.
+        `forget_session`. handle: of a prompt that was made here, whose misses are explained now.
         """
         template = self._language.template
         if template is None or not messages:
             return
-        keys = Keys(self._client.facts.root(tenant), cache_salt)
-        histories = keys.histories(messages, options)
-        before = [digest for digest, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
+        if handle is not None and handle.has_missed(self._client.facts.block_size):
+            prompt = MadePrompt(output.prompt_token_ids, messages, self._language.chat_template(options))
+            output.usage = replace(output.usage, miss=explained(handle, prompt, self._client.facts.block_size))
+        root = self._client.facts.root(tenant)
+        keys = Keys(root, cache_salt)
+        marks, digest = keys.marks(messages), options.digest
+        histories = keys.histories(marks, digest)
+        before = [one for one, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
         owner = owner_tag(tenant, session_id) if session_id else b""
+        reasoned = {index for index, message in enumerate(messages) if message.get("reasoning_content")}
+        num_heads = 0 if handle is None else handle.earlier.num_heads
         for choice in output.choices:
-            # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
-            if choice.finish_reason is None or not choice.token_ids or choice.reasoning:
+            if choice.finish_reason is None or not choice.token_ids:
                 continue
             said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
             message = choice.message
-            history = keys.after(histories[-1], message)
-            # Ids that its text does not show belong to this conversation only, not to others with the same text.
-            text = "" if self._silent.intersection(said) else choice.content
-            self._answers.put(_names_of_answer(keys, history, message, text), said, owner)
-            known = KnownConversation(len(messages) + 1, [*output.prompt_token_ids, *said], owner)
-            self._lines.add(history, before[-1] if before else b"", known)
+            told, mark = [*messages, message], keys.message(message)
+            after = [*histories, keys.after(histories[-1], mark)]
+            names = list(_names_of_conversation(keys, Keys(root, ""), after, [*marks, mark], told, len(messages)))
+            # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
+            if choice.reasoning:
+                reasoned, names = reasoned | {len(messages)}, names[1:]
+            else:
+                # Ids that its text does not show belong to this conversation only, not to others with the same text.
+                text = "" if self._silent.intersection(said) else choice.content
+                self._answers.put(_names_of_answer(keys, after[-1], message, text), said, owner)
+            rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, num_heads, time.time())
+            known = KnownConversation(len(told), [*output.prompt_token_ids, *said], owner, rendering)
+            self._lines.add(after[-1], before[-1] if before else b"", known, names)
 
     def forget_session(self, tenant: str, session_id: str) -> bool:
         """Forget all answers of this session. Returns whether they are gone from disk, too."""
@@ -258,6 +331,19 @@ def _names_of_answer(keys: Keys, history: bytes, message: Message, text: str | N
     if "tool_calls" in message:
         return [history, keys.message(message)]
     return [history, keys.text(text)] if text else [history]
+
+
+def _names_of_conversation(
+    keys: Keys, plain: Keys, histories: Sequence[bytes], marks: Sequence[bytes], messages: Sequence[Message], index: int
+) -> Iterator[bytes]:
+    """What leads to the conversation of the answer with this index: all of it up to there; ids of calls, whatever the
+    salt; the answer with the message before it. plain: the keys without a salt. Across salts nothing else counts, which
+    others could guess.
+    """
+    yield histories[index]
+    yield from map(plain.call, messages[index].get("tool_calls") or ())
+    if index:
+        yield keys.exchange(marks[index - 1], marks[index])
 
 
 def _canonical(call: Mapping[str, Any]) -> list[Any]:

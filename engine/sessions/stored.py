@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Pin
 from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.sessions.misses import MadePrompt, explained
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message, answer_ids
 from kvstore.errors import (
@@ -40,7 +41,7 @@ class OneTurn:
     """A running turn.
 
     before: the conversation so far, with the history that a first turn may bring. said: what it adds: the user's
-    message, or results of tools. next: the prompt. handle: the request's.
+    message, or results of tools. next: the prompt. handle: the request's. template: which made the prompt.
     """
 
     before: Window
@@ -48,6 +49,15 @@ class OneTurn:
     next: NextTurn
     handle: Handle
     idempotency_key: str | None = None
+    template: ChatTemplate | None = None
+
+    def explain(self, block_size: int) -> None:
+        """Say in its usage why it has computed what an earlier turn had, if it has."""
+        output = self.handle.output
+        if self.template is not None and self.handle.has_missed(block_size):
+            shown = [*self.before.kept(self.next.num_dropped), *self.said]
+            prompt = MadePrompt(output.prompt_token_ids, shown, self.template)
+            output.usage = replace(output.usage, miss=explained(self.handle, prompt, block_size))
 
     @property
     def lineage(self) -> Lineage:
@@ -146,7 +156,10 @@ def window_of(state: SessionState, client: CoreClient) -> Window:
     head, root = state.head, client.facts.root(state.head.key.tenant)
     system = [dict(message) for message in head.system]
     if head.fingerprint != client.facts.fingerprint:
-        return Window(system, state.messages, state.num_dropped_messages, [], [], Lineage(root))
+        num_foreign = len(state.token_ids)
+        return Window(
+            system, state.messages, state.num_dropped_messages, [], [], Lineage(root), num_foreign=num_foreign
+        )
     return Window(
         system, state.messages, state.num_dropped_messages, state.token_ids, state.chain, lineage_of(state, root),
         list(state.turn_starts), state.options,
@@ -157,13 +170,14 @@ class StoredSession:
     """One session in the store. Other servers may have stored more turns than this object knows.
 
     number: the store's own for it; None until the first turn is stored. num_turns: of the turns known here.
-    truncated_tokens: dropped from the window by all these turns.
+    truncated_tokens: dropped from the window by all these turns. updated_s: when the last of them was stored.
     """
 
     def __init__(self, sessions: SessionStore, client: CoreClient, key: SessionKey, state: SessionState | None) -> None:
         self.key = key
         self.number: int | None = None
         self.num_turns = self.truncated_tokens = 0
+        self.updated_s = 0.0
         self.is_deleted = False
         self._sessions, self._client = sessions, client
         self._expires_s: float | None = None  # as the core was told
@@ -172,6 +186,7 @@ class StoredSession:
 
     def _adopt(self, state: SessionState) -> None:
         self.number, self.num_turns, self.truncated_tokens = state.head.number, state.turn, state.truncated_tokens
+        self.updated_s = state.head.updated_s
 
     def is_at(self, head: SessionHead) -> bool:
         """Whether the head is this session's, and all its turns are known here."""
@@ -208,7 +223,7 @@ class StoredSession:
         facts = self._client.facts
         committed = self._sessions.commit_turn(self.key, turn, facts.fingerprint, facts.model_name, self.number, lease)
         head = committed.wait()
-        self.number = head.number
+        self.number, self.updated_s = head.number, head.updated_s
         self.num_turns += 1
         self.truncated_tokens += turn.truncated_tokens
         self._tell_expiry(head, chain)

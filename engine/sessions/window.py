@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient
+from kvstore.engine.outputs import Earlier
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, had_by_other_weights
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 
 _SEAMS = {("assistant", "user"), ("assistant", "tool")}  # the roles before and after the start of a turn
@@ -52,7 +54,8 @@ class Window:
     """A conversation at the end of a turn. turn_starts: where in the ids each turn begins; empty if unknown.
 
     messages: the whole transcript; num_dropped: how many of them, after the system prompt, are not in the window.
-    options: a digest of the tools and variables that its ids were rendered with; empty for none.
+    options: the digest of the tools and variables that its ids were rendered with; empty for none. num_foreign: of ids
+    that other weights had, which were dropped.
     """
 
     system: list[Message]
@@ -63,6 +66,7 @@ class Window:
     lineage: Lineage
     turn_starts: list[int] = field(default_factory=list)
     options: bytes = b""
+    num_foreign: int = 0
 
     @property
     def shown(self) -> list[Message]:
@@ -114,6 +118,19 @@ class Window:
         if truncation == "disabled" or is_first or len(turn.prompt) + answer <= window:
             return turn
         return self._truncated(client, template, said, turn, tenant, reuse)
+
+    def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
+        """What the session had of the next prompt. ended_s: when its last turn did."""
+        if not turn.rebase:
+            return Earlier(max(0, len(self.token_ids) - 1), ended_s)
+        shown = [*self.kept(turn.num_dropped), *said]
+        new_from = (turn.turn_starts or [len(turn.prompt)])[-1] if turn.truncated_tokens else None
+        prompt = MadePrompt(turn.prompt, shown, template, new_from)
+        if self.num_foreign:
+            return had_by_other_weights(prompt, self.num_foreign, ended_s)
+        reasoned = frozenset(i for i, message in enumerate(shown) if "reasoning_content" in message)
+        known = Rendering((), reasoned, self.options, ended_s=ended_s)
+        return compare(prompt, Rendering(options=turn.options), self.token_ids, known)
 
     def _rendered(self, template: ChatTemplate, num_dropped: int, said: Sequence[Message], options: bytes) -> NextTurn:
         """Render the whole prompt; turn starts are known only for a first turn."""

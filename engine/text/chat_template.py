@@ -319,6 +319,24 @@ class ChatTemplate:
             return None
         return self._text.encode(start) + self._text.encode_plain(content) + self._text.encode_part(rest)
 
+    def message_of_last(self, messages: Sequence[Message], token_ids: Sequence[int]) -> int | None:
+        """The message that the last of these first ids of their prompt belongs to; None if it stands before all, or if
+        that cannot be told. What the template adds counts as the end of the message before.
+        """
+        nonce = secrets.token_hex(8)  # no content can contain it
+        marked = [{**m, "content": f"kvstore{nonce}x{i}end{_content(m)}"} for i, m in enumerate(messages)]
+        (shown,) = self._tokenizer.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        try:
+            first, *parts = re.split(f"kvstore{nonce}x([0-9]+)end", self._render(marked))
+        except RequestError:
+            return None
+        found, start = None, len(first)
+        for index, text in zip(parts[::2], parts[1::2], strict=True):
+            if start >= len(shown):
+                break
+            found, start = int(index), start + len(text)
+        return found
+
     def first_start(self, system: list[Message], prompt: list[int]) -> list[int]:
         """Where the first turn of a prompt begins; empty if unknown."""
         head = self.head_ids(system)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any, TypeAlias
 
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
@@ -75,10 +76,15 @@ class AnswerOptions:
         ]
 
     @property
-    def key(self) -> str:
-        """What the prompt depends on beside messages; "" for nothing."""
-        given = [self.shown_tools, dict(self.chat_template_kwargs)]
-        return json.dumps(given) if any(given) else ""
+    def digest(self) -> bytes:
+        """Of what the prompt depends on beside messages, empty for nothing: 16 bytes each of the tools in order, of the
+        tools in any order, and of the template's variables; zeros for none of these.
+        """
+        if not self.tools and not self.chat_template_kwargs:
+            return b""
+        tools = [json.dumps(tool) for tool in self.shown_tools]
+        given = (tools, sorted(tools), dict(self.chat_template_kwargs))
+        return b"".join(sha256(json.dumps(part).encode()).digest()[:16] if part else bytes(16) for part in given)
 
 
 NO_OPTIONS = AnswerOptions()
@@ -118,7 +124,7 @@ class Language:
         """Raises RequestError, also for tools that the model cannot be told of or whose calls nobody could read."""
         if self.template is None:
             raise RequestError(self.why_no_chat, param="messages")
-        if not options.key:
+        if not options.tools and not options.chat_template_kwargs:
             return self.template
         if options.tools and not self.template.knows_tools:
             message = "this model's chat template knows no tools; give one that does as --chat-template (in Python, "

@@ -20,11 +20,11 @@ class BlockPool:
 
     Of one chain the tail goes before the head: a head without its tail is a shorter hit, a tail without its head is
     none. A block that is linked to its parent (see `insert`) keeps that from being allocated. order: of conversations
-    on this tier. on_gone: called with the id of each block that can no longer be found.
+    on this tier. on_gone: each is called with the id of each block that can no longer be found.
     """
 
     def __init__(
-        self, num_blocks: int, order: Order | None = None, on_gone: Callable[[BlockId], None] | None = None
+        self, num_blocks: int, order: Order | None = None, on_gone: Sequence[Callable[[BlockId], None]] = ()
     ) -> None:
         self.num_blocks = num_blocks
         self._on_gone = on_gone
@@ -185,9 +185,9 @@ class BlockPool:
     def reset(self) -> None:
         """Free everything and cache nothing, as at the start, after an error that may have left wrong counts."""
         self.num_evictions += len(self._by_id)
-        if self._on_gone is not None:
+        for tell in self._on_gone:
             for block_id in self._by_id:
-                self._on_gone(block_id)
+                tell(block_id)
         self._clear()
         self._stale.update(range(self.num_blocks))
 
@@ -211,8 +211,8 @@ class BlockPool:
             return False
         del self._by_id[block_id]
         self.tree.remove(block)
-        if self._on_gone is not None:
-            self._on_gone(block_id)
+        for tell in self._on_gone:
+            tell(block_id)
         return True
 
     def check_integrity(self, idle: bool = True) -> None:

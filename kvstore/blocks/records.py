@@ -1,4 +1,5 @@
-"""Data between tiers: a block's record, the outcome of a read, what an eviction covers, a sum of bytes by tenant.
+"""Data between tiers: a block's record, the outcome of a read, how a block was lost, what an eviction covers, a sum of
+bytes by tenant.
 
 Knows no tensor, no thread and no file.
 """
@@ -63,6 +64,21 @@ class ReadResult(Enum):
     CORRUPT = "corrupt"  # header or checksum do not match; the block is to be deleted
     MISMATCH = "mismatch"  # intact, but of another history, model or size than expected; it stays
     FAILED = "failed"  # the medium failed; the block may still be there
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a block that was there has to be computed again.
+
+    cause: evicted, deleted, not_written, being_written, damaged, unreadable, load_failed, not_loaded (it is there),
+    store_replaced, remote_away or unknown. tier: which had it last, or was to get it. at_s: when, in seconds since
+    the epoch. why: more, in a few fixed words.
+    """
+
+    cause: str
+    tier: str | None = None
+    at_s: float | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

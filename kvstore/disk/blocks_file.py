@@ -51,7 +51,8 @@ class BlocksFile:
     write_lock: held for one transaction or one compaction, and while the file is recovered or replaced. broken: the
     file is damaged or gone, until `quarantine`. was_reset: a damaged file was moved aside and an empty one begun. lost:
     it was removed or replaced while open. is_too_large: for the capacity, when it was opened. used_bytes: of the pages
-    in use after the last transaction; deleted data does not count. Raises StoreError when it cannot be opened at all.
+    in use after the last transaction; deleted data does not count. created_s: see `Tables`. Raises StoreError when it
+    cannot be opened at all.
     """
 
     def __init__(self, directory: StoreDirectory, capacity_bytes: int) -> None:
@@ -62,6 +63,7 @@ class BlocksFile:
         self.lost: str | None = None
         self.is_too_large = False
         self.used_bytes = self._usable_bytes = 0
+        self.created_s: float | None = None
         self.write_lock = threading.Lock()
         self._directory = directory
         self._is_new = False  # a damaged file was set aside, and the owner does not know yet
@@ -119,6 +121,7 @@ class BlocksFile:
                 raise StoreError(f"{self.path} cannot be used: {error}; is the disk full or read-only?") from None
             undo.pop_all()
         self.was_reset = self.was_reset or env.quarantined is not None
+        self.created_s = tables.created_s
         return tables
 
     def close(self) -> None:

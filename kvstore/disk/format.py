@@ -5,7 +5,9 @@ Knows the file's format, no policy. A value is `kvstore.disk.codec`'s.
 
 import errno
 import os
+import time
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -20,6 +22,7 @@ from kvstore.disk.index import IndexEntry
 from kvstore.disk.records import pack, stored, unpack
 
 FORMAT_KEY, FORMAT = b"format", b"kvstore blocks 2"
+CREATED_KEY = b"created"
 COUNTER_KEY = b"counter"
 SCAN_BATCH = 4096
 _PAGE_HEADER_BYTES, _NODE_BYTES = 16, 8 + BLOCK_ID_BYTES
@@ -40,13 +43,17 @@ class WriteError(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """An open environment with its databases: values and index by block id, and a few facts under names."""
+    """An open environment with its databases: values and index by block id, and a few facts under names.
+
+    created_s: when it was begun, in seconds since the epoch; None if that is not known.
+    """
 
     env: StoreEnvironment
     page_bytes: int
     values: Any
     index: Any
     meta: Any
+    created_s: float | None = None
 
     @property
     def databases(self) -> dict[str, Any]:
@@ -61,13 +68,15 @@ def open_tables(env: StoreEnvironment) -> Tables:
     """Create them where they are missing. Raises lmdb.Error and WrongFormatError."""
     tables = Tables(env, env.stat()["psize"], env.open_db(b"values"), env.open_db(b"index"), env.open_db(b"meta"))
     with env.begin() as txn:
-        found = txn.get(FORMAT_KEY, db=tables.meta)
+        found, created = txn.get(FORMAT_KEY, db=tables.meta), txn.get(CREATED_KEY, db=tables.meta)
     if found is None:
+        created = repr(time.time()).encode()
         with env.begin(write=True) as txn:
             txn.put(FORMAT_KEY, FORMAT, db=tables.meta)
+            txn.put(CREATED_KEY, created, db=tables.meta)
     elif found != FORMAT:
         raise WrongFormatError(f"its format is {found[:40]!r}, this program reads {FORMAT!r}")
-    return tables
+    return tables if created is None else with_fields(tables, created_s=float(created))
 
 
 def used_bytes(txn: Any, tables: Tables) -> int:

@@ -15,6 +15,7 @@ from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import BlockRecord, Evict
 from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
+from kvstore.stats import Losses
 
 
 class ArenaBlockState(Enum):
@@ -31,14 +32,17 @@ class CpuTier:
 
     erase: overwrite the bytes of these arena blocks (after a deletion). keep: False makes the arena a staging area,
     which forgets a block when the last holder releases it. order: the order of conversations on this tier. holdings:
-    where it reports what can be loaded.
+    where it reports what can be loaded. losses: where it notes what it gives up; None where a disk has that.
     """
 
     def __init__(
         self, num_arena_blocks: int, erase: Callable[[Sequence[int]], None] = lambda _: None, keep: bool = True,
         order: Order | None = None, clock: Callable[[], float] = time.time, holdings: Holdings | None = None,
+        losses: Losses | None = None,
     ) -> None:  # fmt: skip
-        self.pool = BlockPool(num_arena_blocks, order, None if holdings is None else partial(holdings.gone, Place.CPU))
+        on_gone = [] if holdings is None else [partial(holdings.gone, Place.CPU)]
+        on_gone += [] if losses is None else [partial(losses.note, "evicted", "cpu")]
+        self.pool = BlockPool(num_arena_blocks, order, on_gone)
         self.keep = keep
         self._holdings = holdings
         self.num_removed = 0  # READY blocks that were given up for other reasons than room

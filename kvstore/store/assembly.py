@@ -36,7 +36,7 @@ from kvstore.remote.prefill import PrefillServer
 from kvstore.remote.redis_blocks import RedisBlocks
 from kvstore.remote.shared import Shared
 from kvstore.remote.tier import RemoteTier
-from kvstore.stats import StoreStats
+from kvstore.stats import MOST_LOSSES, Losses, StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
 from kvstore.store.parts import DataPlane, StoreParts
@@ -74,7 +74,7 @@ def open_tiered(
         num_arena_blocks = max(least_arena_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
             num_arena_blocks = int(tiers.cpu) // layout.block_bytes
-        clock, stats, progress = time.time, StoreStats(), StoreProgress()
+        clock, stats, progress = time.time, StoreStats(losses=Losses(MOST_LOSSES)), StoreProgress()
         learned = Learned(None if directory is None else directory.path, name, stats)
         capacities = {"hbm": num_hbm_blocks, "cpu": num_arena_blocks, "disk": int(tiers.disk) // layout.block_bytes}
         steering = Steering(policy, clock, capacities, learned.steering)
@@ -89,8 +89,8 @@ def open_tiered(
         fleet = None if tiers.remote is None else fleet_secret(tiers.fleet_secret_file)
         secret = secret or (fleet.root if fleet else os.urandom(32) if directory is None else directory.secret)
         holdings = holdings_of(partial(lineage_root, secret, name), disk) if reports else None
-        in_cpu = holdings if tiers.cpu else None
-        cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu)
+        in_cpu, losses = holdings if tiers.cpu else None, stats.losses if disk is None else None
+        cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu, losses)
         # Freed pages become usable two transactions later, so a batch must be small compared with the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         io = IoQueue(disk, progress.wake, batch_bytes=batch_bytes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.blocks.records import TransferPlan, Transferred
+from kvstore.blocks.records import Loss, TransferPlan, Transferred
 from kvstore.disk.io_queue import Done, IoQueue, ReadDone, TaskDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
@@ -85,6 +85,7 @@ class Matcher:
             return self._load(request, first)
         short = self._prefetcher.read(request, choice.num_blocks)
         if short is not None and not self._prefetcher.may_wait(request):
+            request.lacks_room = True
             self._requests.cut(request, short)
         self._requests.advance(request, first)
         if wanted.is_ready():
@@ -258,6 +259,23 @@ class KVStore:
                 self.prefetcher.landed()
             else:
                 self.disk.write_done(ended)
+
+    def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
+        """Why a request is to compute a block that was there at `since_s`."""
+        losses, remote, disk = self.stats.losses, self.remote, self.disk
+        known = losses.get(block_id)
+        is_unreadable = known is not None and known.cause == "unreadable"
+        if not is_unreadable and (tiers := self.stored.tiers((block_id,), 0, 1)):
+            if self.stored.is_being_saved(block_id):
+                return Loss("being_written", tiers[0])
+            lacks_room = self.requests.by_id[request_id].lacks_room
+            return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
+        if remote is not None and remote.degraded and (known is None or remote.contents.has_had(block_id)):
+            return Loss("remote_away", "remote")
+        begun_s = None if disk is None else disk.begun_s
+        if known is None and begun_s is not None and since_s < begun_s:
+            return Loss("store_replaced", "disk", begun_s)
+        return losses.why(block_id, since_s, disk is not None or remote is not None)
 
     def splice(
         self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes

@@ -69,6 +69,7 @@ class Deletion:
         if self._remote is not None:
             self._remote.forget(doomed)
         self._steering.forget(doomed)
+        self._stats.losses.note("deleted", None, *doomed)
         self._erase()
 
     def _with_descendants(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
@@ -108,6 +109,7 @@ class Deletion:
             if not what.dry_run:
                 self._disk.space.delete(on_disk)
         if not what.dry_run:
+            self._stats.losses.note("evicted", "cpu" if self._disk is None else "disk", *chosen, why="by hand")
             if self._remote is not None:
                 self._remote.evicted(chosen)
             self._cpu.erase_stale()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, Evict, Evicted
+from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.io_queue import IoQueue
@@ -29,6 +29,8 @@ from kvstore.stats import StoreStats
 
 ADOPTED_AT_ONCE = 2000  # of the conversations found at a start
 MAX_EARLY_TOUCHES = 1 << 12  # touched chains that are remembered until the index is loaded
+# What blocks are lost by (see `kvstore.blocks.records.Loss`), by the read that found out; else "unreadable".
+LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadResult.MISSING: "damaged"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +247,15 @@ class DiskSpace:
         """These and all that builds on them, on disk or in the CPU tier, parents before children, as far as known."""
         return self._cpu.with_descendants(self._contents.with_descendants(block_ids))
 
-    def delete_tree(self, block_id: BlockId, gone: Sequence[BlockId] = ()) -> None:
+    def delete_tree(
+        self, block_id: BlockId, gone: Sequence[BlockId] = (), result: ReadResult = ReadResult.CORRUPT
+    ) -> None:
         """Delete a lost block and all that was computed after it, as nobody could use that.
 
-        gone: what the CPU tier had below it until now.
+        gone: what the CPU tier had below it until now. result: of the read that found out.
         """
         lost = self.with_descendants([block_id, *gone])
+        self._stats.losses.note(LOST_BY.get(result, "unreadable"), "disk", *lost, why=result.value)
         if self._contents.index is None:
             self._lost_early += lost
         self.delete(lost)
@@ -317,6 +322,7 @@ class DiskSpace:
             return False
         victims = self._contents.index.take_victims(num_bytes, self._cpu.is_needed)
         self._stats.disk_evictions += len(victims)
+        self._stats.losses.note("evicted", "disk", *(entry.block_id for entry in victims))
         for entry in reversed(victims):
             self._cpu.forget(entry.block_id)
         self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])

@@ -69,7 +69,7 @@ class HostReads:
             self._stats.read_failures[result.value] = self._stats.read_failures.get(result.value, 0) + 1
             is_lost = result in (ReadResult.MISSING, ReadResult.CORRUPT)
             if is_lost and self._disk.contents.contains(block_id):
-                self._disk.space.delete_tree(block_id)
+                self._disk.space.delete_tree(block_id, result=result)
         self._tickets.end(done.read.arena_block, REASONS[result], num_bytes)
 
     def prefetch(self, chain: Sequence[BlockId]) -> None:

@@ -24,6 +24,7 @@ from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.shared import SharedChain
 from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteDone, RemoteTier
 from kvstore.stats import StoreStats
+from kvstore.store.disk_contents import LOST_BY
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.progress import Stage
 from kvstore.store.remote_stores import RemoteStores
@@ -188,6 +189,10 @@ class RemoteContents:
             del self._due_s[request]
         return request in self._due_s
 
+    def has_had(self, block_id: BlockId) -> bool:
+        """Whether the block was there when it was last heard of, however long ago."""
+        return block_id in self._known
+
     def learn(self, block_id: BlockId) -> None:
         """Note that a block is there."""
         self._known[block_id] = self._clock()
@@ -299,6 +304,8 @@ class RemoteBlocks:
             gone = self.reads.fail(done, self._stats.remote_read_failures)
             if gone is not None and self._disk is not None:  # blocks read behind it may already be there
                 self._disk.space.delete_tree(block_id, gone)
+            cause = "remote_away" if self.degraded else LOST_BY.get(done.result, "unreadable")
+            self._stats.losses.note(cause, "remote", block_id, why=done.result.value)
         self._cpu.release(arena_block)
 
     def offer(self, request: Tracked) -> None:

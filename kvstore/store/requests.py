@@ -53,6 +53,7 @@ class Tracked(ChainContent):
     may_load: bool = True
     turn_starts: Sequence[int] = ()  # in tokens
     was_elsewhere: bool = False  # another server was asked to compute it
+    lacks_room: bool = False  # some of what is stored for it found no arena block
     num_hbm_blocks: int = 0  # when it arrived
     arrival: list[str] = field(default_factory=list)  # the tier of each block after those, as far as they are stored
     num_told: int = 0  # how many of these the engine knows of

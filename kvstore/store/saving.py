@@ -138,7 +138,7 @@ class Saver:
         if arena_block is not None:
             self._complete(request, index, arena_block, step)
         elif index == self._savings[request].hole:
-            self._mark(request, index)
+            self._mark(request, index, "no room in the CPU tier")
 
     def _arena_block_for(self, request: Tracked, index: int, begins: bool, may_save: bool) -> int | None:
         """Where this block's tokens are saved; None when they are not."""
@@ -181,6 +181,7 @@ class Saver:
         elif self._cpu.announce(arena_block, self._stored.record(request, index), request.conversation):
             step.complete.append(arena_block)
             self._unsaved.pop(request.chain[index], None)
+            self._stats.losses.stored(request.chain[index])
         else:  # another request of this step fills the same block
             self._cpu.release(arena_block)
 
@@ -198,14 +199,17 @@ class Saver:
         self._stats.orphan_saves += 1
         self._savings[request].goes_on = False
         if self._has_disk:
-            self._mark(request, next(first for first in range(index - 1, -1, -1) if self._has_parent(request, first)))
+            first = next(first for first in range(index - 1, -1, -1) if self._has_parent(request, first))
+            self._mark(request, first, "its parent was evicted")
 
     def _has_parent(self, request: Tracked, index: int) -> bool:
         """Whether the block's parent is stored: without it nobody could load the block."""
         return index == 0 or self._stored.holds(request.chain[index - 1])
 
-    def _mark(self, request: Tracked, index: int) -> None:
+    def _mark(self, request: Tracked, index: int, why: str) -> None:
         self._unsaved[request.chain[index]] = request.lineage.parent(request.chain, index)
+        if self._stats.losses.get(request.chain[index]) is None:  # else what it was lost by says more
+            self._stats.losses.note("not_written", "cpu", request.chain[index], why=why)
         if len(self._unsaved) > MAX_UNSAVED:
             self._unsaved.popitem(last=False)
 
@@ -213,6 +217,7 @@ class Saver:
         """Note that a save failed after its arena block was announced."""
         if (record := self._cpu.record(arena_block)) is not None:
             self._unsaved[record.block_id] = record.parent_id
+            self._stats.losses.note("not_written", "cpu", record.block_id, why="its save failed")
 
     def num_usable(self, request: Tracked, num_hit: int) -> int:
         """How many of `num_hit` blocks in HBM come before a hole that can be closed now. The rest is computed and

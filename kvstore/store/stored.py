@@ -260,6 +260,13 @@ class StoredBlocks:
             return "remote" if self._reads.is_from_remote(arena_block) else "disk"
         return "disk" if arena_block is not None or self.is_on_disk(block_id) else "remote"
 
+    def is_being_saved(self, block_id: BlockId) -> bool:
+        """Whether it is on its way from HBM."""
+        arena_block = self._cpu.arena_block_of(block_id)
+        if arena_block is None or self._cpu.state(arena_block) is not ArenaBlockState.PENDING:
+            return False
+        return self._reads is None or arena_block not in self._reads
+
     def claim(self, chain: Sequence[BlockId], lineage: Lineage, conversation: Conversation) -> None:
         """Give what is stored of a chain the conversation's value, including the head in front of a splice."""
         index = lineage.splice_index

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.ids import BlockId, Lineage, token_bytes
-from kvstore.blocks.records import SaveFence, TransferPlan
+from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent
 from kvstore.policy.conversation import Answer
+from kvstore.stats import Losses
 from kvstore.store.housekeeping import Housekeeper
 from kvstore.store.parts import DRAIN_S, StoreParts
 from kvstore.store.requests import tracked
@@ -29,6 +30,7 @@ class TieredConnector:
         self.hbm_order: Order = parts.store.steering.order("hbm")
         self.upkeep: Upkeep = TieredUpkeep(parts)
         self.holdings = parts.holdings
+        self.hbm_losses: Losses | None = None
         self.register_kv_caches = parts.transfer.register
         self.wait_for_layer_load = parts.transfer.wait_for_layer
         self.save_kv_layer = parts.transfer.save_layer
@@ -86,6 +88,11 @@ class TieredConnector:
             if request is not None and history is not None:
                 tip = request.chain[-1] if request.chain else None
                 history.left(request_id, time.time(), answer or Answer(0), tip)
+
+    def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
+        with self.parts.lock:
+            loss = self.parts.store.why_missing(request_id, block_id, since_s)
+        return loss if loss.tier is None else replace(loss, tier=self._shown([loss.tier])[0])
 
     # -- worker side -------------------------------------------------------------------------------------------------
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.disk_contents import DiskContents, DiskSpace
+from kvstore.store.disk_contents import LOST_BY, DiskContents, DiskSpace
 from kvstore.store.stored import DiskReads
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
@@ -184,7 +184,10 @@ class WriteBack:
             block_id, gone = done.read.record.block_id, self.reads.fail(done, self._stats.read_failures)
             is_lost = done.result in (ReadResult.MISSING, ReadResult.CORRUPT) or not self.contents.contains(block_id)
             if is_lost and gone is not None:  # a quarantine may have come in between
-                self.space.delete_tree(block_id, gone)
+                self.space.delete_tree(block_id, gone, done.result)
+            elif not is_lost:
+                why = done.result.value
+                self._stats.losses.note(LOST_BY.get(done.result, "unreadable"), "disk", block_id, why=why)
         self._cpu.release(done.read.arena_block)
 
     # -- writes ------------------------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ class WriteBack:
             return True
         if self._is_over_limit(record.tenant, size):
             self._stats.refused_writes += 1
-            self._refuse_first(record)
+            self._refuse_first(record, "its tenant has on disk what it may have")
             return True
         if not self.space.make_room(self.queue.bytes.total + size, self.queue.bytes.total):
             index = self.contents.index
@@ -249,12 +252,13 @@ class WriteBack:
         if now_s - self._stuck_since_s < GIVE_UP_S:
             return False
         self._stats.dropped_writes += 1
-        self._refuse_first(record)
+        self._refuse_first(record, "the disk is full of what is in use")
         return True
 
-    def _refuse_first(self, record: BlockRecord) -> None:
+    def _refuse_first(self, record: BlockRecord, why: str) -> None:
         """Do not write the first dirty arena block, nor what is built on it."""
         self._cpu.forget(record.block_id)
+        self._stats.losses.note("not_written", "disk", record.block_id, why=why)
         self._cpu.release(self.queue.drop_first(record))
 
     def write_done(self, done: WriteDone) -> None:
@@ -283,7 +287,7 @@ class WriteBack:
         while self.queue.dirty:
             record = self._cpu.record(self.queue.dirty[0])
             assert record is not None
-            self._refuse_first(record)
+            self._refuse_first(record, "its memory was wanted back")
 
     # -- failures ----------------------------------------------------------------------------------------------------
     def _writes_failed(self, done: WriteDone, error: str) -> None:
@@ -326,6 +330,11 @@ class WriteBack:
     def cannot_delete(self, block_ids: set[BlockId]) -> bool:
         """Whether the deletion of some of these has failed, and will not be tried again soon."""
         return self.health.error is not None and (self._disk.file.broken or self.space.has_failed(block_ids))
+
+    @property
+    def begun_s(self) -> float | None:
+        """When the file was begun, empty."""
+        return self._disk.file.created_s
 
     @property
     def is_drained(self) -> bool:

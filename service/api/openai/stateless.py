@@ -93,19 +93,19 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
     engine, params, messages, options = context.engine, history.params, history.messages, history.options
     language = engine.engine.chats.language
     with context.limits.admit(history.tenant, params.n):
-        prompt, turn_starts = await engine.call_with_text(
+        prompt, turn_starts, earlier = await engine.call_with_text(
             num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options
         )
         if params.structured_outputs is not None or options.tools:
             params = await engine.call(language.constrained, params, options)
         handle = await engine.submit(
             turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts,
-            parser=language.parser(options),
+            parser=language.parser(options), earlier=earlier,
         )  # fmt: skip
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
-        await engine.call(context.recall.note, history.tenant, history.salt, messages, output, "", options)
+        await engine.call(context.recall.note, history.tenant, history.salt, messages, output, "", options, handle)
     return TurnResult(
         turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
         time.time(),

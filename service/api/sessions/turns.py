@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from aiohttp import web
@@ -200,7 +200,7 @@ def _settled(
             context.recall.forget_session(chat.tenant, chat.session_id)
     if not chat.stored.is_deleted:
         context.engine.engine.chats.keep(chat)
-    return result_of(wanted.session_id, record)
+    return replace(result_of(wanted.session_id, record), usage=output.usage)
 
 
 def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:

@@ -263,7 +263,7 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
             reply = chat.send(f"My name is {name}.", SamplingParams(temperature=0.0, max_tokens=8))
             recall.note("", "", chat.messages[:-1], reply, session_id=name)
             keys = Keys(engine.facts.root(""), "")
-            groups[name] = [keys.histories(chat.messages)[-1]]
+            groups[name] = [keys.histories(keys.marks(chat.messages))[-1]]
         engine.answers.flush()
         assert all(engine.answers.find_ids(list(groups.values())))
         engine.admin.delete_session("library")
