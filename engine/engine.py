@@ -151,11 +151,12 @@ class Engine:
                 self.core, self.tokenizer = open_here(config, directory, silence_s, opened)
             else:
                 self.core, self.tokenizer = open_own(config, directory, silence_s, shutdown_s, max_restarts, opened)
-            self._open_front(directory, shared, tool_call_parser, opened)
+            self._open_front(directory, shared, opened, tool_call_parser)
 
     def _open_front(
-        self, directory: StoreDirectory | None, shared: SessionStore | None, parser: str | None, opened: ExitStack
-    ) -> None:
+        self, directory: StoreDirectory | None, shared: SessionStore | None, opened: ExitStack,
+        parser: str | None = None,
+    ) -> None:  # fmt: skip
         """Conversations, over the core. opened: closed with this object. shared: sessions that several servers share,
         instead of those in the directory. parser: `tool_call_parser`.
         """

@@ -46,7 +46,7 @@ from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go
-from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.kernels.kv import has_triton
 from kvstore.memory.ranked import OtherRanks
 
 if TYPE_CHECKING:

@@ -36,7 +36,8 @@ def grammar_of(wanted: StructuredOutputsParams, special_token_ids: Mapping[str, 
     opener, closer = (_terms(text, special_token_ids) for text in wanted.reasoning)
     reasoning = " ".join([*opener, *_text_up_to(closer, "end_of_reasoning", lines)])
     lines.insert(0, f"start: ({reasoning})? @rest" if opener else f"start: {reasoning} @rest")
-    first, *inner = json.loads(grammar)["grammars"]
+    is_json = grammar.startswith("{")  # else it is the text of a single grammar in Lark
+    first, *inner = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
     outer = {"name": "whole", "lark_grammar": "\n".join(lines)}
     return json.dumps({"grammars": [outer, {**first, "name": "rest"}, *inner]})
 

@@ -19,7 +19,8 @@ from kvstore.disk import records as disk_records
 from kvstore.errors import RequestError, SessionDamagedError, StoreError
 
 T = TypeVar("T")
-Message = dict[str, Any]  # role and content, and what it has beside them: tool_calls, tool_call_id, reasoning_content
+Message = dict[str, Any]
+StoredMessage = dict[str, str | list[dict[str, Any]]]  # texts, and an answer's tool_calls
 
 TITLE_CHARS = 80
 _MAX_U64 = 2**64 - 1
@@ -91,7 +92,7 @@ class TurnRecord(Record, frozen=True):
     """
 
     number: U32
-    messages: Sequence[Message]
+    messages: Sequence[StoredMessage]
     token_ids: Sequence[U32]
     chain: Sequence[Id]
     base: Literal["append", "rebase"] = "append"
@@ -158,7 +159,7 @@ def damaged(what: str, why: str) -> SessionDamagedError:
 def with_turn(head: SessionHead, turn: TurnRecord, now_s: float) -> SessionHead:
     """The head after one more turn."""
     num_tokens = len(turn.token_ids) + (head.num_tokens if turn.base == "append" else 0)
-    text = next((message.get("content") or "" for message in turn.messages if message.get("role") == "user"), "")
+    text = next((str(message.get("content", "")) for message in turn.messages if message.get("role") == "user"), "")
     return structs.replace(
         head, updated_s=now_s, num_turns=turn.number, num_tokens=num_tokens,
         title=head.title or " ".join(text[: 4 * TITLE_CHARS].split())[:TITLE_CHARS], system=turn.system or head.system,

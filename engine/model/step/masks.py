@@ -34,8 +34,6 @@ class GrammarMasks:
 
     def constrained(self, rows: np.ndarray) -> np.ndarray:
         """The indices in `rows` [R] of those that have a matcher."""
-        if not self.matchers:
-            return rows[:0]
         return np.array([index for index, row in enumerate(rows.tolist()) if row in self.matchers], np.int64)
 
     def masks(self, rows: np.ndarray) -> np.ndarray:

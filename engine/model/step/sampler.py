@@ -406,7 +406,7 @@ class Sampler:
         biased = np.flatnonzero(state["biased"])
         held = np.flatnonzero(state["num_output_tokens"] < state["min_tokens"])
         penalised = np.flatnonzero(state["penalty_row"] != _NO_ROW)
-        constrained = self._masks.constrained(rows)
+        constrained = self._masks.constrained(rows) if self._masks.matchers else rows[:0]
         if not (len(biased) or len(held) or len(penalised) or len(constrained)):
             return raw
         masks = self._masks.masks(rows[constrained]) if len(constrained) else np.empty((0, 0), np.int32)

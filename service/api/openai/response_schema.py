@@ -304,6 +304,8 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
     for name in _NEEDED[kind]:
         if getattr(item, name) is None:
             raise bad_request(f"{param}.{name}", f"{param}.{name} is missing", "missing")
+    if item.role == "tool":
+        raise bad_request(f"{param}.role", f"{param}.role is 'tool'; give a function_call_output", "unsupported_role")
     if kind == "message":
         said.append(message_of(MessageIn(item.role or "", item.content), param))
     elif kind == "function_call_output":

@@ -1,13 +1,15 @@
 """Tools in the library: calls that a grammar forces, their results, sessions that go on after them, and refusals."""
 
 import json
+from unittest import mock
 
 import pytest
 
 from kvstore import AnswerOptions, Engine, RequestError, SamplingParams, StructuredOutputsParams
 from kvstore.engine.builtin import MODEL_DIR
+from kvstore.engine.text.language import Language
 from tests.support.engines import bare_copy
-from tests.support.tools import CLOCK, PERSON, TOOLS, WEATHER, is_weather
+from tests.support.tools import CLOCK, TOOLS, WEATHER, is_weather
 
 PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=80)
 MUST = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
@@ -100,35 +102,6 @@ def test_other_tools_in_a_session_render_it_anew(engine):
     assert first.prompt_token_ids != second.prompt_token_ids[: len(first.prompt_token_ids)]
 
 
-def test_an_answer_matches_a_schema_or_calls(engine):
-    wanted = SamplingParams(max_tokens=120, structured_outputs=StructuredOutputsParams(json=PERSON))
-    kinds = set()
-    for seed in range(12):
-        params = SamplingParams(
-            max_tokens=120, seed=seed, temperature=2.0, structured_outputs=wanted.structured_outputs
-        )
-        output = engine.generate([[{"role": "user", "content": "Hello"}]], params, tools=FREE)[0]
-        kinds.add(output.finish_reason)
-        if output.finish_reason == "stop":
-            assert set(json.loads(output.content)) == {"name", "age"}
-        else:
-            assert all(json.loads(call.arguments) for call in output.tool_calls)
-    assert "stop" in kinds or "tool_calls" in kinds
-
-
-def test_strict_holds_arguments_to_their_schema_in_mid_text(engine):
-    """The model is made to write the opener by itself; from there on the grammar says what may follow."""
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    opener = engine.tokenizer.encode("<tool_call>", add_special_tokens=False)
-    params = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=150, logit_bias=dict.fromkeys(opener, 12.0), repetition_penalty=2.0
-    )
-    output = engine.generate([[{"role": "user", "content": "Hi"}]], params, tools=[strict])[0]
-    for call in output.tool_calls:
-        assert call.name == "weather" and is_weather(call.arguments)
-    assert "<tool_call>" not in output.content or output.finish_reason == "length"
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("given", "param", "message"),
@@ -172,3 +145,31 @@ def test_a_parser_can_be_named(tmp_path):
         assert is_weather(output.tool_calls[0].arguments)
     with pytest.raises(Exception, match="tool_call_parser"):
         Engine(device="cpu", chat_template=template, tool_call_parser="no-such")
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if open is defined %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    with Engine(device="cpu", chat_template=THINKING) as engine:
+        yield engine
+
+
+def forced(regex: str) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex))
+
+
+def test_a_session_keeps_the_reasoning_that_its_template_drops(thinker):
+    chat = thinker.chat("ada")
+    with mock.patch.object(Language, "constrained", lambda self, params, options: params):  # reasoning would be free
+        first = chat.send("Hello", forced("<think>[a-d]{3}</think>yes"))
+    assert (len(first.reasoning), first.content) == (3, "yes") and "<think>" in first.text
+    assert chat.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": first.reasoning}
+    second = chat.send("And now?", SamplingParams(temperature=0, max_tokens=4))
+    known = first.prompt_token_ids + first.token_ids[:-1]
+    assert second.prompt_token_ids[: len(known)] == known

@@ -1,0 +1,118 @@
+"""Grammars of answers by what a request wants: reasoning before, calls by name, arguments that stand by themselves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore import AnswerOptions, RequestError, SamplingParams, StructuredOutputsParams
+from kvstore.engine.text.compiler import GrammarCompiler
+from kvstore.engine.text.language import Language
+from kvstore.engine.text.response_template import choose_template
+from tests.support.grammars import compiled, tokenizer_of
+from tests.support.tools import CLOCK, PERSON, TOOLS, WEATHER
+
+TOKENIZER = tokenizer_of()
+PARAMS = SamplingParams()
+WEATHER_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Rome","days":3}}\n</tool_call>'
+CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone":"UTC"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    made = GrammarCompiler(TOKENIZER, [TOKENIZER.eos], 300)
+    yield made
+    made.close()
+
+
+def language(parser: str, reasons: bool = False, opening: str = "") -> Language:
+    shown = "<think></think>" if reasons else ""
+    answers = choose_template(SimpleNamespace(chat_template=shown, added_tokens_decoder={}), parser)
+    template = SimpleNamespace(opening=opening, knows_tools=True)
+    template.using = lambda tools, kwargs: template
+    return Language(TOKENIZER, template, "", answers)
+
+
+def is_allowed(compiler, wanted: StructuredOutputsParams, text: str) -> bool:
+    """Whether this can be a whole answer."""
+    matcher = compiled(compiler, wanted).matcher
+    ids = TOKENIZER.backend_tokenizer.encode(text).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "kind", [{"choice": ["yes"]}, {"regex": "yes"}, {"json": {"const": 7}}, {"grammar": 'start: "yes"'}]
+)
+def test_reasoning_comes_before_what_must_match(compiler, kind):
+    said = "7" if "json" in kind else "yes"
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**kind))
+    may_think = language("hermes", reasons=True).constrained(params).structured_outputs
+    assert is_allowed(compiler, may_think, said) and is_allowed(compiler, may_think, f"<think>a\nb</think>{said}")
+    assert not is_allowed(compiler, may_think, f"ab</think>{said}")
+    assert not is_allowed(compiler, may_think, "<think>a</think>no")
+    thinks = language("hermes", reasons=True, opening="<think>").constrained(params).structured_outputs
+    assert is_allowed(compiler, thinks, f"a\nb</think>{said}") and not is_allowed(compiler, thinks, said)
+    closed = language("hermes", reasons=True, opening="<think></think>").constrained(params)
+    assert closed is params and language("hermes").constrained(params) is params
+
+
+def test_calls_that_must_be_made(compiler):
+    required = language("hermes").constrained(PARAMS, AnswerOptions(TOOLS, "required")).structured_outputs
+    for text in (WEATHER_CALL, CLOCK_CALL, WEATHER_CALL + CLOCK_CALL):
+        assert is_allowed(compiler, required, text)
+    for text in ("", "Hm" + CLOCK_CALL, WEATHER_CALL.replace("Rome", "Bonn"), WEATHER_CALL.replace("weather", "clock")):
+        assert not is_allowed(compiler, required, text)
+    single = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
+    one = language("hermes").constrained(PARAMS, single).structured_outputs
+    assert is_allowed(compiler, one, CLOCK_CALL) and not is_allowed(compiler, one, CLOCK_CALL * 2)
+    named = AnswerOptions(TOOLS, {"type": "function", "function": {"name": "clock"}})
+    clock = language("hermes").constrained(PARAMS, named).structured_outputs
+    assert is_allowed(compiler, clock, CLOCK_CALL) and not is_allowed(compiler, clock, WEATHER_CALL)
+
+
+def test_reasoning_before_calls_that_must_be_made(compiler):
+    thinks = language("hermes", True, "<think>").constrained(PARAMS, AnswerOptions(TOOLS, "required"))
+    assert is_allowed(compiler, thinks.structured_outputs, f"Hm.</think>{CLOCK_CALL}")
+    assert not is_allowed(compiler, thinks.structured_outputs, f"Hm.</think>Hm.{CLOCK_CALL}")
+
+
+def test_calls_that_may_be_made(compiler):
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    may = language("hermes").constrained(PARAMS, AnswerOptions([strict, CLOCK])).structured_outputs
+    wrong_clock = CLOCK_CALL.replace("UTC", "CEST")  # it is not strict
+    for text in ("", "Hm", f"Hm{WEATHER_CALL}", f"{WEATHER_CALL}Hm{wrong_clock}a"):
+        assert is_allowed(compiler, may, text)
+    assert not is_allowed(compiler, may, "Hm" + WEATHER_CALL.replace("Rome", "Bonn"))
+    at_most_one = language("hermes").constrained(PARAMS, AnswerOptions(TOOLS, parallel_tool_calls=False))
+    assert is_allowed(compiler, at_most_one.structured_outputs, f"Hm{CLOCK_CALL}")
+    assert not is_allowed(compiler, at_most_one.structured_outputs, f"Hm{CLOCK_CALL}{CLOCK_CALL}")
+    assert language("hermes").constrained(PARAMS, AnswerOptions(TOOLS)) is PARAMS
+
+
+def test_calls_or_json(compiler):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=PERSON))
+    either = language("hermes").constrained(params, AnswerOptions(TOOLS)).structured_outputs
+    assert is_allowed(compiler, either, CLOCK_CALL) and is_allowed(compiler, either, '{"name":"ab","age":7}')
+    assert not is_allowed(compiler, either, "Hm")
+    with pytest.raises(RequestError, match="only for a JSON answer"):
+        regex = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+        language("hermes").constrained(regex, AnswerOptions(TOOLS))
+
+
+def test_arguments_that_stand_by_themselves(compiler):
+    properties = {"text": {"type": "string"}, "tags": {"type": "array", "items": {"const": 7}}}
+    notes = {"type": "object", "properties": properties, "required": ["text"]}
+    tool = {"type": "function", "function": {"name": "note", "parameters": notes}}
+    wanted = language("qwen3_coder").constrained(PARAMS, AnswerOptions([tool], "required")).structured_outputs
+    begin, end = "<tool_call>\n<function=note>\n", "</function>\n</tool_call>"
+    text, tags = "<parameter=text>\na <b>\nc\n</parameter>\n", "<parameter=tags>\n[7,7]\n</parameter>\n"
+    assert is_allowed(compiler, wanted, begin + text + end) and is_allowed(compiler, wanted, begin + text + tags + end)
+    for wrong in (begin + end, begin + tags + end, begin + text + tags.replace("7,7", "8") + end):
+        assert not is_allowed(compiler, wanted, wrong)
+
+
+@pytest.mark.parametrize("parser", ["pythonic", "gemma4"])
+def test_what_nothing_can_hold_a_model_to_is_refused(parser):
+    with pytest.raises(RequestError, match="nothing can hold this model") as raised:
+        language(parser).constrained(PARAMS, AnswerOptions(TOOLS, "required"))
+    assert raised.value.param == "tool_choice"
+    assert language(parser).constrained(PARAMS, AnswerOptions(TOOLS)) is PARAMS
