@@ -18,6 +18,7 @@ from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, rep
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, ReadStats, VerifyBlocks
+from kvstore.engine.outputs import MOST_ASKED, LastUsages
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.stats import EngineStats
 from kvstore.errors import (
@@ -40,10 +41,11 @@ RETRY_S = 2.0  # for resuming interrupted deletions, in all; the rest waits for 
 
 
 class Admin:
-    """Administration of an engine, beside its requests. Any thread may call it."""
+    """Administration of an engine, beside its requests. Any thread may call it. usages: of a server's last requests."""
 
     def __init__(self, chats: Chats, answers: AnswerStore) -> None:
         self._chats = chats
+        self.usages = LastUsages()
         self._client = chats.client
         self._sessions = chats.sessions
         self._answers = answers
@@ -219,6 +221,15 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.upkeep.unshared_blocks_of(key)
 
+    def why(self, request_id: str, tenant: str = "") -> dict[str, object]:
+        """What a request of the server has computed although an earlier one of its conversation had it, and why: a
+        usage for each of its answers. Raises RequestError if it is none of the last ones of this tenant.
+        """
+        usages = self.usages.get(tenant, request_id)
+        if not usages:
+            raise RequestError(f"there is no request {request_id[:64]!r} among the last {MOST_ASKED:,}", param="id")
+        return {"request_id": request_id, "answers": [asdict(usage) for usage in usages]}
+
     def _show(self, wanted: OneSession) -> dict[str, object]:
         key = wanted.session.key
         self.expire(key)
@@ -244,6 +255,7 @@ _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
     "sessions.repair": lambda admin, wanted: repaired(
         admin.repair_session(wanted.session.session_id, wanted.session.tenant)
     ),
+    "why": lambda admin, wanted: admin.why(wanted.request_id, wanted.tenant),
     "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.upkeep.accept_loss()},
 }
 

@@ -1,6 +1,8 @@
 """What a caller gets back: choices, usage, the pieces of a stream; sizes as text. Plain data, no torch."""
 
-from collections.abc import Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -28,15 +30,38 @@ class CachedTokensDetails:
         )  # fmt: skip
 
 
+# The causes of a miss: the prompt differs, or, from "evicted" on, the tiers lack it (`kvstore.blocks.records.Loss`).
+MISSES = {
+    "tools": "the list of tools changed",
+    "tool_order": "the tools came in another order",
+    "template": "the chat template shows the conversation otherwise, or has other variables",
+    "thinking": "the chat template drops the reasoning of earlier answers",
+    "edit": "the message was edited",
+    "head": "the head of the prompt changes at each request, as a time stamp does",
+    "truncation": "turns were dropped to make room in the window",
+    "salt": "it was computed with another cache_salt",
+    "weights": "it was computed with other weights",
+    "evicted": "it was evicted",
+    "deleted": "it was deleted",
+    "not_written": "it was never written",
+    "being_written": "it was still being written",
+    "damaged": "its block was damaged",
+    "unreadable": "its block could not be read",
+    "load_failed": "its load failed",
+    "not_loaded": "it was there and was not loaded",
+    "store_replaced": "the file of blocks is younger than it",
+    "remote_away": "the remote tier did not answer",
+    "unknown": "nobody knows why",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Miss:
     """Prompt tokens that were computed although an earlier request of the conversation had them, and why.
 
-    cause: the prompt differs: tools, tool_order, template (another one, or its variables), thinking (the template drops
-    it), edit, head (the system message or what stands before it, at each request), truncation, salt, weights. Or the
-    tiers lack it: see `kvstore.blocks.records.Loss`, whose tier, at_s and why these are. tokens: how many at most, in
-    whole blocks. token: where the first of them is in the prompt. message, role: the message that it is in, from 0;
-    None if in none, or if that cannot be told.
+    cause: one of MISSES. tokens: how many at most, in whole blocks. token: where the first of them is in the prompt.
+    message, role: the message that it is in, from 0; None if in none, or if that cannot be told. tier, at_s, why: as in
+    `kvstore.blocks.records.Loss`.
     """
 
     cause: str
@@ -82,6 +107,30 @@ class Usage:
     @property
     def cached_tokens(self) -> int:
         return self.cached_tokens_details.total
+
+
+MOST_ASKED = 10_000
+
+
+class LastUsages:
+    """The usage of the requests that ended last, by tenant and id. Any thread may use it."""
+
+    def __init__(self, most: int = MOST_ASKED) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[str, str], tuple[Usage, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, tenant: str, request_id: str, usages: Sequence[Usage]) -> None:
+        """usages: of the answers that it has so far."""
+        with self._lock:
+            self._known[tenant, request_id] = tuple(usages)
+            self._known.move_to_end((tenant, request_id))
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+
+    def get(self, tenant: str, request_id: str) -> tuple[Usage, ...]:
+        """One for each answer; none if the request is not known."""
+        return self._known.get((tenant, request_id), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import HttpVersion10, HttpVersion11, web
+from msgspec import UNSET
 from msgspec.structs import asdict
 
 from kvstore.service.api import admin, edge, health, openapi, page
@@ -118,7 +119,8 @@ def _answered(exchange: Exchange) -> dict[str, object]:
     tiers = {f"{tier}_tokens": count for tier, count in asdict(cached.cached_tokens_details).items()}
     counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
     first_s = min((output.ttft_s for output in exchange.outputs if output.ttft_s is not None), default=None)
-    return {**counts, "cached_tokens": cached.cached_tokens, **tiers, "ttft_s": first_s}
+    found = {} if cached.miss is UNSET else {"miss": cached.miss.cause, "miss_tokens": cached.miss.tokens}
+    return {**counts, "cached_tokens": cached.cached_tokens, **tiers, **found, "ttft_s": first_s}
 
 
 @web.middleware

@@ -47,6 +47,13 @@ class OneSession(Nothing, frozen=True):
     session: SessionName
 
 
+class OneRequest(Nothing, frozen=True, kw_only=True):
+    """Arguments of `why`: a request of a running server."""
+
+    request_id: Annotated[str, Meta(min_length=1, max_length=64)]
+    tenant: str = ""
+
+
 class Sessions(Nothing, frozen=True):
     """Arguments of `sessions`: the list of one tenant, the most recently used first."""
 
@@ -86,7 +93,7 @@ class EvictRequest(Nothing, frozen=True, rename={"everything": "all"}):
 COMMANDS: dict[str, type[Nothing]] = {
     "stats": Nothing, "evict": EvictRequest, "verify": Verify, "compact": Nothing, "sessions": Sessions,
     "sessions.show": OneSession, "sessions.delete": OneSession, "sessions.repair": OneSession,
-    "sessions.accept_loss": Nothing,
+    "sessions.accept_loss": Nothing, "why": OneRequest,
 }  # fmt: skip
 for kind in COMMANDS.values():
     msgspec.json.Decoder(kind)  # `convert` is safe in any thread from now on (see `kvstore.disk.records`)

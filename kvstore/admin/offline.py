@@ -94,6 +94,8 @@ class OfflineStore:
             return self.repair_session(request.session.key)
         if command == "evict":
             return self.evict(request)
+        if command == "why":
+            raise StoreError("no server has this store open; only a running one knows its last requests")
         if command == "sessions.accept_loss":
             return {"accepted": self.accept_loss()}
         return self.stats() if command == "stats" else self.compact()

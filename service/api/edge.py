@@ -10,11 +10,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
+from kvstore.engine.outputs import MOST_ASKED
 from kvstore.engine.text.chat_template import Message, num_chars_of
 from kvstore.engine.text.language import Language
 from kvstore.service.api.context import Context, context_of, tenant_of
-from kvstore.service.api.schema import Messages, TokenId, accept, check_model, messages_of
-from kvstore.service.http.errors import Route, bad_request, json_response
+from kvstore.service.api.schema import Messages, TokenId, UsageObject, accept, check_model, messages_of, usage_object
+from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 
 MAX_TOKENIZED_CHARS = 2**20
 
@@ -66,6 +67,24 @@ async def show_model(request: web.Request) -> web.Response:
 
 def _model(context: Context) -> Model:
     return Model(context.model_name, "model", context.started_s, "kvstore", context.engine.engine.facts.max_model_len)
+
+
+# -- what was asked ---------------------------------------------------------------------------------------------------
+class Why(msgspec.Struct):
+    """answers: the usage of each; a miss in it says what was computed again, and why."""
+
+    request_id: str
+    answers: list[UsageObject]
+
+
+async def why(request: web.Request) -> web.Response:
+    """Another tenant's request is as unknown as one that never was."""
+    request_id = request.match_info["id"]
+    usages = context_of(request).engine.engine.admin.usages.get(tenant_of(request), request_id)
+    if not usages:
+        told = f"there is no request {request_id[:64]!r} among the last {MOST_ASKED:,} of yours"
+        raise ApiError(404, told, param="id", code="request_not_found")
+    return json_response(Why(request_id, [usage_object(usage) for usage in usages]))
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -160,6 +179,7 @@ def _chat_ids(language: Language, messages: list[Message]) -> list[int]:
 ROUTES = (
     Route("GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server"),
     Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
+    Route("GET", "/requests/{id}/why", why, "user", "Why one of the last requests missed.", None, Why, "server"),
     Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),
     Route("GET", "/v1/models/{id:.+}", show_model, "user", "One model.", None, Model, "models"),
     Route("POST", "/tokenize", tokenize, "user", "Token ids of text or messages.", TokenizeBody, Tokenized, "tokens"),

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.outputs import MISSES, RequestOutput
 from kvstore.stats import Histogram
 
 PREFIX = "kvstore:"
@@ -321,6 +321,7 @@ class Metrics:
         self._ttft_s, self._e2e_s = _histograms(TTFT_BOUNDS_S), _histograms(REQUEST_BOUNDS_S)
         self._itl_s, self._per_token_s = _histograms(TOKEN_BOUNDS_S), _histograms(TOKEN_BOUNDS_S)
         self._phases = {phase: Histogram(REQUEST_BOUNDS_S) for phase in PHASES}
+        self._misses = Counter({(cause,): 0 for cause in MISSES})
         self._prompt_tokens, self._generation_tokens = Histogram(COUNT_BOUNDS), Histogram(COUNT_BOUNDS)
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -338,6 +339,8 @@ class Metrics:
         usage, timings, labels = output.usage, output.timings, (route,)
         for choice in output.choices:
             self._finished[(choice.finish_reason or "abort",)] += 1
+        if usage.miss is not None:
+            self._misses[(usage.miss.cause,)] += usage.miss.tokens
         self._prompt_tokens.observe(usage.prompt_tokens)
         self._generation_tokens.observe(usage.completion_tokens)
         for phase, found in self._phases.items():
@@ -367,6 +370,8 @@ class Metrics:
         yield _shown("http_request_duration_seconds", "Until the answer's end.", self._http_s, ["route", "method"])
         yield counter("refused_requests", "Requests turned away, by reason.", self._refused, ["reason"])
         yield counter("request_success", "Answers, by how they ended.", self._finished, ["finished_reason"])
+        text = "Prompt tokens that were computed although an earlier request of their conversation had them."
+        yield counter("miss_tokens", text, self._misses, ["cause"])
         yield _shown("time_to_first_token_seconds", "From arrival to the first token.", self._ttft_s, ["route"])
         yield _shown("inter_token_latency_seconds", "Between two pieces of an answer.", self._itl_s, ["route"])
         text = "Mean time of a token after the first, of each answer."

@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import astuple, fields
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
@@ -417,11 +417,27 @@ class CachedTokens(msgspec.Struct):
     reencoded: int
 
 
+class MissObject(msgspec.Struct, omit_defaults=True):
+    """See `kvstore.engine.outputs.Miss`. at: in seconds since the epoch."""
+
+    cause: str
+    tokens: int
+    token: int
+    message: int | None = None
+    role: str | None = None
+    tier: str | None = None
+    at: float | None = None
+    why: str | None = None
+
+
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: a subset of prompt_tokens, and the sum of its details."""
+    """cached_tokens: a subset of prompt_tokens, and the sum of its details. miss: only where tokens were computed that
+    an earlier request of the conversation had.
+    """
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
+    miss: MissObject | UnsetType = UNSET
 
 
 class UsageObject(msgspec.Struct, omit_defaults=True):
@@ -456,7 +472,9 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     completion = sum(usage.completion_tokens for usage in usages)
     by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
     capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
-    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(details.total, by_tier), capped)
+    misses = [MissObject(*astuple(usage.miss)) for usage in usages if usage.miss is not None]
+    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET)
+    return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)
 
 
 def timings_object(timings: Timings) -> TimingsObject:

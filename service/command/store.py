@@ -1,4 +1,4 @@
-"""`kvstore stats|evict|verify|compact|sessions`: asks the store's owner, or works on the files if there is none.
+"""`kvstore stats|evict|verify|compact|sessions|why`: asks the store's owner, or works on the files if there is none.
 
 Knows flags and results; no file and no socket. With --json, stdout holds one JSON object and nothing else.
 """
@@ -121,6 +121,14 @@ def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
+def _why(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        raise UsageError(f"why takes one REQUEST_ID, not {len(arguments)}; it is the answer's header X-Request-Id")
+    wanted = {"request_id": arguments[0], "tenant": values["tenant"]}
+    _answer(values, "why", wanted, "asking the server", "show_why")
+    return EXIT_OK
+
+
 # For each verb: the owner's command, the message meanwhile, the function of `store_tables` that shows its result, and
 # whether it concerns one session.
 SESSION_VERBS = {
@@ -179,6 +187,14 @@ STORE_COMMANDS = {
         "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
         "  kvstore sessions show anna\n  kvstore sessions delete anna",
         "list | show ID | delete ID | repair ID | accept-loss",
+    ),
+    "why": _command(
+        "why",
+        _why,
+        (TENANT,),
+        "REQUEST_ID is the header X-Request-Id of the answer, and request_id in the log; the last 10,000 are known.\n\n"
+        "examples:\n  kvstore why 5f0c1e0b7d\n  kvstore why 5f0c1e0b7d --tenant acme --json",
+        "REQUEST_ID",
     ),
 }  # fmt: skip
 

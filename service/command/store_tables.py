@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config import format_size
+from kvstore.engine.outputs import MISSES
 from kvstore.service.command.terminal import MODEL, YOU, counted, printable
 
 NONE = "–"
@@ -85,6 +86,24 @@ def show_compacted(result: Mapping[str, Any], out: Console) -> None:
     out.print(
         f"blocks: {format_size(before)} before, {format_size(after)} now; {format_size(before - after)} given back"
     )
+
+
+def show_why(result: Mapping[str, Any], out: Console) -> None:
+    """What a request found, and what it missed and why, for each of its answers."""
+    for usage in result["answers"]:
+        num_cached, miss = sum(usage["cached_tokens_details"].values()), usage["miss"]
+        out.print(f"{usage['prompt_tokens']:,} prompt tokens, {num_cached:,} of them cached")
+        if miss is None:
+            out.print("nothing was computed that an earlier request of a known conversation had")
+            continue
+        place = "before all messages" if miss["message"] is None else f"in message {miss['message']} ({miss['role']})"
+        out.print(Text(f"missed {miss['tokens']:,} tokens from token {miss['token']:,} on, {place}: {_cause(miss)}"))
+
+
+def _cause(miss: Mapping[str, Any]) -> str:
+    when = None if miss["at_s"] is None else f"{short_time(time.time() - miss['at_s'])} ago"
+    facts = ", ".join(fact for fact in (miss["tier"], when, miss["why"]) if fact is not None)
+    return printable(MISSES[miss["cause"]] + (f" ({facts})" if facts else ""))
 
 
 def show_sessions(tenant: str, result: Mapping[str, Any], out: Console) -> None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "verify": "check everything that is stored",
     "compact": "give the space of what was deleted back to the file system",
     "sessions": "list, show or delete stored conversations",
+    "why": "say why a request of a running server computed what an earlier one had",
     "plan": "predict hit rate and time to first token for other sizes of the tiers",
     "vllm-config": "write the flags under which vLLM keeps its KV in a store",
 }

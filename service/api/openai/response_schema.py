@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.text.chat_template import Message, in_order_of_calls
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions
@@ -13,6 +13,7 @@ from kvstore.service.api.schema import (
     ContentPart,
     Count,
     MessageIn,
+    MissObject,
     Sampling,
     message_of,
     text_of,
@@ -154,11 +155,12 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cache_write_tokens is not counted."""
+    """cache_write_tokens is not counted. miss: see `PromptTokensDetails`."""
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
     cache_write_tokens: int = 0
+    miss: MissObject | UnsetType = UNSET
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -221,7 +223,7 @@ class ResponseDeleted(msgspec.Struct):
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
     cached = usage.prompt_tokens_details
-    details = InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details)
+    details = InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss)
     return ResponseUsage(
         usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
         usage.capped_max_tokens,
