@@ -148,6 +148,7 @@ class Keys:
     """The digests of one owner: a tenant and a salt."""
 
     def __init__(self, root: BlockId, cache_salt: str) -> None:
+        self._root = root
         self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
 
     def marks(self, messages: Sequence[Message]) -> list[bytes]:
@@ -175,6 +176,10 @@ class Keys:
     def call(self, call: Mapping[str, Any]) -> bytes:
         """The digest of a call's id, which nobody can guess."""
         return self._digest(b"id", str(call.get("id")).encode("utf-8", "surrogatepass"))
+
+    @property
+    def without_salt(self) -> Keys:
+        return Keys(self._root, "")
 
     @property
     def tag(self) -> bytes:
@@ -261,13 +266,8 @@ class Recall:
         ids = template.prompt_ids(messages) if recalled is None else recalled
         if known is not None and known.is_last and recalled is not None:  # it goes on
             return ids, Earlier(len(known.token_ids) - 1, known.rendering.ended_s, None, known.rendering.num_heads)
-        plain = keys if not cache_salt else Keys(self._client.facts.root(tenant), "")
         likely = self._lines.find_first(
-            (
-                name
-                for i in reversed(answered)
-                for name in _names_of_conversation(keys, plain, histories, marks, messages, i)
-            ),
+            (name for i in reversed(answered) for name in _names_of_conversation(keys, histories, marks, messages, i)),
             marks,
         )
         if likely is None:
@@ -290,8 +290,7 @@ class Recall:
         if handle is not None and handle.has_missed(self._client.facts.block_size):
             prompt = MadePrompt(output.prompt_token_ids, messages, self._language.chat_template(options))
             output.usage = replace(output.usage, miss=explained(handle, prompt, self._client.facts.block_size))
-        root = self._client.facts.root(tenant)
-        keys = Keys(root, cache_salt)
+        keys = Keys(self._client.facts.root(tenant), cache_salt)
         marks, digest = keys.marks(messages), options.digest
         histories = keys.histories(marks, digest)
         before = [one for one, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
@@ -305,7 +304,7 @@ class Recall:
             message = choice.message
             told, mark = [*messages, message], keys.message(message)
             after = [*histories, keys.after(histories[-1], mark)]
-            names = list(_names_of_conversation(keys, Keys(root, ""), after, [*marks, mark], told, len(messages)))
+            names = list(_names_of_conversation(keys, after, [*marks, mark], told, len(messages)))
             # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
             if choice.reasoning:
                 reasoned, names = reasoned | {len(messages)}, names[1:]
@@ -334,14 +333,14 @@ def _names_of_answer(keys: Keys, history: bytes, message: Message, text: str | N
 
 
 def _names_of_conversation(
-    keys: Keys, plain: Keys, histories: Sequence[bytes], marks: Sequence[bytes], messages: Sequence[Message], index: int
+    keys: Keys, histories: Sequence[bytes], marks: Sequence[bytes], messages: Sequence[Message], index: int
 ) -> Iterator[bytes]:
-    """What leads to the conversation of the answer with this index: all of it up to there; ids of calls, whatever the
-    salt; the answer with the message before it. plain: the keys without a salt. Across salts nothing else counts, which
-    others could guess.
+    """What leads to the conversation of the answer with this index: all of it up to there; ids of its calls, whatever
+    the salt; the answer with the message before it. Others could guess that, so across salts it does not count.
     """
     yield histories[index]
-    yield from map(plain.call, messages[index].get("tool_calls") or ())
+    if calls := messages[index].get("tool_calls"):
+        yield from map(keys.without_salt.call, calls)
     if index:
         yield keys.exchange(marks[index - 1], marks[index])
 
