@@ -146,8 +146,8 @@ class Simulation:
         self.arena = Arena(self.book, num_arena_blocks)
         return self.arena
 
-    def _make_cpu(self, num_arena_blocks, erase, keep, order, clock, holdings) -> WatchedCpu:
-        cpu = WatchedCpu(num_arena_blocks, erase, keep, order, clock, holdings)
+    def _make_cpu(self, num_arena_blocks, erase, keep, order, clock, holdings, losses) -> WatchedCpu:
+        cpu = WatchedCpu(num_arena_blocks, erase, keep, order, clock, holdings, losses)
         self.cpu = cpu.watch(self.arena, self.counts_of_store, self.may_fail)
         return self.cpu
 

@@ -65,7 +65,9 @@ def test_an_edit_is_told_everywhere_but_its_text_and_not_to_another_tenant(both,
 
     why = server.get(f"/requests/{request_id}/why")
     assert why.json() == {"request_id": request_id, "answers": [reply.json()["usage"]]}
-    assert both[1].get(f"/requests/{request_id}/why").status == 404
+    foreign, unknown = (both[1].get(f"/requests/{name}/why") for name in (request_id, "0" * len(request_id)))
+    assert (foreign.status, unknown.status) == (404, 404)
+    assert foreign.body == unknown.body.replace(b"0" * len(request_id), request_id.encode())
     code, out, _ = run("why", request_id, "--store", store, "--tenant", "alice")
     assert code == 0 and out.splitlines()[1].endswith("in message 0 (user): the message was edited")
     code, printed, _ = run("why", request_id, "--store", store, "--tenant", "alice", "--json")
