@@ -19,7 +19,7 @@ import pytest
 
 from kvstore import Engine
 from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end, serving
-from tests.support.service.talking import LONG, SHORT, Stream, chat, tenants
+from tests.support.service.talking import LONG, SHORT, WRONG, Stream, chat, tenants
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 NUM_CLIENTS, LEAST_EACH = 6, 10
@@ -28,16 +28,6 @@ DISK_BYTES = 8 * 2**20
 TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": DISK_BYTES}
 GROWTH_BYTES = 100 * 2**20
 WORDS = "the sea a long walk in the evening with an old friend who likes to talk about ships and their people".split()
-WRONG = [
-    ("/chat", b"{"), ("/chat", b""), ("/chat", b"[]"), ("/chat", b"[" * 50_000), ("/chat", b'{"message": "\xff"}'),
-    ("/chat", {"message": 5}), ("/chat", {"message": "a", "temperature": -1}), ("/chat", {"message": "a", "n": 3}),
-    ("/chat", {"message": "a", "session_id": "../x"}), ("/chat", {"message": "a", "session_id": "0" * 32}),
-    ("/chat", {"message": "word " * 3000, "truncation": "disabled"}), ("/chat", b'{"temperature": 1e999}'),
-    ("/v1/chat/completions", {"messages": []}), ("/v1/chat/completions", {"messages": [{"role": "king"}]}),
-    ("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
-    ("/v1/completions", {"prompt": [10**9]}), ("/v1/completions", {"prompt": "a", "max_tokens": 2**63}),
-    ("/v1/responses", {"input": "a", "previous_response_id": "resp_x_1"}), ("/nowhere", {}), ("/sessions", {}),
-]  # fmt: skip
 NUM_TURNS = 12
 LOOKED_AT = ("kvstore.service", "kvstore.engine", "aiohttp", "asyncio", "_asyncio")
 
