@@ -24,7 +24,7 @@ WRONG = [  # bodies that are refused, most of them with the secret
     ("/chat", b'{"message": "' + SECRET.encode()), ("/chat", b'{"message": "' + SECRET.encode() + b'\xff"}'),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": SECRET}]}]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"{SECRET} " * 3000}]}),
-    ("/v1/chat/completions", {"model": SECRET, "messages": [{"role": "user", "content": SECRET}]}),
+    ("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": SECRET}]}),
     ("/v1/completions", {"prompt": SECRET, "max_tokens": 0}), ("/v1/completions", {"prompt": [[SECRET]]}),
     ("/v1/completions", {"prompt": [10**9]}), ("/v1/responses", {"input": SECRET, "truncation": SECRET[:3]}),
     ("/v1/responses", {"input": [{"type": "picture", "content": SECRET}]}), ("/tokenize", {"prompt": 5, "x": SECRET}),
