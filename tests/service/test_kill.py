@@ -222,18 +222,10 @@ def test_one_of_two_engines_is_killed_while_both_answer(tmp_path):
         assert [one["process"]["restarts"] for one in engines(server)] == [1, 0]
         shown = run_command("stats", "--store", store)
         assert shown.returncode == 0 and "2 of 2 answer; open requests: 0 and 0" in shown.stdout, shown
-        assert run_command("evict", "--store", store, "--all").returncode == 0
-        assert server.admin("GET", "/admin/stats").json()["disk"]["blocks"] == 0
-        answer = chat(server, "And my dog?", sessions[0])
-        server.flush()
         processes = server.cores
         server.process.terminate()
         assert server.process.wait(60) == 0 and len(processes) == 2 and all(map(is_gone, processes))
     verify(store)
-    with launched(store) as server:  # one engine again
-        again = chat(server, "And again?", sessions[0])
-        assert again["turn"] == answer["turn"] + 1
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["disk"] >= 16
 
 
 def ask(server: Serving, route, session_id: str, deleted: str) -> tuple[str, Reply]:

@@ -1,4 +1,4 @@
-"""Clients that talk to a server until it dies, and know afterwards what it has to know.
+"""Clients that talk to a server, perhaps until it dies, and know afterwards what it has to know.
 
 An acknowledged turn is there for ever; one that was not acknowledged is there whole or not at all; nothing is twice.
 """
@@ -135,7 +135,7 @@ class SessionClient(Client):
         if attempt.body["stream"]:
             return self._streamed(server, attempt)
         reply = server.request("POST", "/chat", attempt.body, attempt.headers)
-        assert reply.status in (200, 503) or (self._sampled and reply.status == 409), reply.body
+        assert reply.status in (200, 429, 503) or (self._sampled and reply.status == 409), reply.body
         if reply.status != 200:
             return None
         self._progress.add()
@@ -145,7 +145,7 @@ class SessionClient(Client):
         """It ends early where the server is full, says that it failed, or dies."""
         stream = Stream(server, "/chat", attempt.body, **attempt.headers)
         try:
-            assert stream.status in (200, 503), stream.next()
+            assert stream.status in (200, 429, 503), stream.next()
             while stream.status == 200 and isinstance(event := stream.next(), dict):
                 self._progress.add()
                 if "error" in event:
@@ -255,7 +255,7 @@ class HistoryClient(Client):
         except BROKEN:
             return False
         self._progress.add()
-        assert reply.status in (200, 503), reply.body
+        assert reply.status in (200, 429, 503), reply.body
         if reply.status == 200:
             self.messages = [*asked, reply.json()["choices"][0]["message"]]
             self.num_tokens = reply.json()["usage"]["total_tokens"]

@@ -108,23 +108,6 @@ def test_what_a_later_turn_may_not_bring(server):
     assert num_turns(server, session_id) == 1
 
 
-# -- one writer ------------------------------------------------------------------------------------------------------
-def test_a_second_turn_at_once_is_refused(server):
-    session_id = chat(server, "Hello")["session_id"]
-    with crawling(server.engine):
-        running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
-        running.next(), running.next()
-        with held(server.engine):
-            refused = server.post("/chat", {"session_id": session_id, "message": "And I?"})
-            assert (refused.status, refused.error["code"]) == (409, "session_busy")
-            assert refused.headers["x-should-retry"] == "false"
-            assert server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).status == 409
-            assert server.get(f"/sessions/{session_id}").json()["running"] is True
-    server.post(f"/sessions/{session_id}/stop")
-    running.rest()
-    assert num_turns(server, session_id) == 2
-
-
 # -- retries ---------------------------------------------------------------------------------------------------------
 def test_the_same_key_gives_the_stored_answer(server):
     body = {"message": "Hello there", **SHORT, "temperature": 1.0}

@@ -107,7 +107,9 @@ def test_a_running_first_turn_is_its_owner_s_only(both):
             assert bob.get(f"/sessions/{session_id}").status == 404
             assert bob.post("/chat", {"session_id": session_id, "message": "a"}).status == 404
             assert alice.get(f"/sessions/{session_id}").json()["running"] is True
-            assert alice.post("/chat", {"session_id": session_id, "message": "a"}).status == 409
+            refused = alice.post("/chat", {"session_id": session_id, "message": "And I?"})
+            assert (refused.status, refused.error["code"]) == (409, "session_busy")
+            assert refused.headers["x-should-retry"] == "false"
         deleted = alice.request("DELETE", f"/sessions/{session_id}")
     assert deleted.json()["blocks"] == 0
     assert running.rest()[-2]["error"]["code"] == "session_not_found"
