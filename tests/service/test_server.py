@@ -238,19 +238,21 @@ def line_with(process, word: str) -> str:
 
 @contextmanager
 def streaming(process):
-    """While a stream of the server that gets ready next runs; that server's first line."""
+    """While streams of the server that gets ready next run, the second since SIGHUP; that server's first line."""
     ready = line_with(process, "ready")
-    port = re.search(r"127\.0\.0\.1:(\d+)", ready)[1]
-    with urlopen(f"http://127.0.0.1:{port}/stream", timeout=TIMEOUT_S) as reply:
+    url = f"http://127.0.0.1:{re.search(r'127[.]0[.]0[.]1:([0-9]+)', ready)[1]}/stream"
+    with urlopen(url, timeout=TIMEOUT_S) as reply:
         assert reply.readline() == b'data: {"n":1}\n'
-        yield ready
+        process.send_signal(signal.SIGHUP)
+        with urlopen(url, timeout=TIMEOUT_S) as other:
+            assert other.readline() == b'data: {"n":1}\n'
+            yield ready
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_in_order(process, number, code):
     with streaming(process) as ready:
         assert "fake" in ready and "hbm 4.0 KiB" in ready and "none" in ready
-        process.send_signal(signal.SIGHUP)
         process.send_signal(number)
         line_with(process, "stopping")
         assert process.poll() is None, "a stream runs"
