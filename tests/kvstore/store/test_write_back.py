@@ -7,7 +7,7 @@ from tests.support.engines import (
     cached,
     check_closed,
     counters,
-    evict_cpu,
+    evict_memory,
     open_engine,
     settle,
     tokens,
@@ -35,8 +35,7 @@ def talk(engine, tenant: str, seeds) -> None:
 
 
 def hit_on_disk(engine, tenant: str, seed: int) -> int:
-    evict_cpu(engine)
-    engine.loop.pool.evict_all()
+    evict_memory(engine)
     return cached(ask(engine, tokens(seed, 16 * BLOCKS + 1), 1, tenant=tenant))[2]
 
 
