@@ -72,6 +72,8 @@ def fork_after_opening(model: str, store: str) -> None:
                 verb()
             except StoreError:
                 refused += 1
+        engine.close()
+        engine._finalizer()
         os._exit(refused)
     _, status = os.waitpid(child, 0)
     chat.send("After the fork", greedy(5))

@@ -302,13 +302,3 @@ async def test_when_the_thread_dies_nobody_waits_for_ever(model):
         threading.excepthook = previous
     assert [entry.exc_type for entry in thread_errors] == [Panic]
     await engine.close()
-
-
-async def test_closing_the_engine_itself_ends_its_callers(model):
-    engine = opened(model)
-    task = asyncio.create_task(engine.generate(PROMPT, LONG))
-    with crawling(engine.engine):
-        await wait_in_loop(lambda: engine.engine.has_work)
-        await asyncio.to_thread(engine.engine.close)
-    assert (await task).finish_reason == "abort"
-    await engine.close()

@@ -17,7 +17,6 @@ from tests.support.typing_in import type_in
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = list(range(3, 60))
-BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens x layers x (K, V) x heads x head_dim x float32
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +49,6 @@ def test_outputs_have_everything_the_interface_promises(engine, plain):
     assert (out.finish_reason, out.text, out.prompt_token_ids) == ("length", "", PROMPT)
     assert out.ttft_s > 0 and len(out.choices) == 1 and out.choices[0].token_ids == out.token_ids
     assert (out.usage.prompt_tokens, out.usage.completion_tokens, out.usage.cached_tokens) == (57, 12, 0)
-
-
-def test_a_pool_smaller_than_the_window_warns_and_refuses_only_what_cannot_fit(model, plain):
-    with pytest.warns(UserWarning, match="HBM pool holds 64 tokens"):
-        engine = Engine(model, cache_tiers={"hbm": 4 * BLOCK_BYTES})
-    with engine:
-        with pytest.raises(ContextLengthError, match="HBM pool holds 64"):
-            engine.generate([PROMPT * 2], GREEDY)
-        assert engine.generate([PROMPT[:50]], GREEDY)[0].token_ids == plain(PROMPT[:50], 12)
 
 
 def test_bad_prompts_and_options_say_what_to_do(engine, model):
