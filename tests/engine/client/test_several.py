@@ -186,21 +186,6 @@ def test_one_is_killed_in_the_middle_of_a_turn(shared, plain):
 
 
 @pytest.mark.usefixtures("long_only")
-def test_a_new_tenant_waits_for_no_engine(model, tmp_path):
-    """All have the front's secret."""
-    with open_two(model, tmp_path / "store", silence_s=600.0) as two:
-        roots = {two.facts.root("anna"), *(one.facts.root("anna") for one in two.core.cores)}
-        assert len(roots) == 1
-        stopped = pids(two)
-        for one in stopped:
-            os.kill(one, signal.SIGSTOP)
-        assert two.facts.root("bob") not in roots
-        assert pids(two) == stopped and two.core.state == "running"
-        for one in stopped:
-            os.kill(one, signal.SIGCONT)
-
-
-@pytest.mark.usefixtures("long_only")
 def test_one_that_hangs_does_not_keep_the_other_from_closing(model, tmp_path):
     two = open_two(model, tmp_path / "store", silence_s=600.0, shutdown_s=600.0)
     hung, other = map(psutil.Process, pids(two))

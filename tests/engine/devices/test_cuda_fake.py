@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -242,13 +243,9 @@ def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch):
             capturer.capture(work, None)
         assert driver.pool is None and driver.recording is None and torch.cuda.current_stream() is stream
         capturer.capture(work, None)()
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: _raise(FakeCudaError("CUDA error: unspecified")))
+        monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock(side_effect=FakeCudaError("CUDA error: unspecified")))
         with pytest.raises(KVStoreError, match=r"not work any more \(CUDA error: unspecified\); .*--enforce-eager"):
             capturer._end_capture()
-
-
-def _raise(error: Exception):
-    raise error
 
 
 def test_padding_is_skipped_where_there_are_no_kernels(monkeypatch):

@@ -1,7 +1,6 @@
 """What is written to the disk and what is refused: a tenant's limit, counted right, at nobody else's cost."""
 
 from kvstore.blocks.records import Evict
-from kvstore.config import CacheTiers
 from tests.support.engines import (
     ask,
     cached,
@@ -81,7 +80,3 @@ def test_a_limit_of_nothing_refuses_everything(model, tmp_path):
         talk(engine, "anna", [1, 2])
         assert on_disk(engine, "anna") == 0 and counters(engine)["refused_writes"] > 0
         assert is_closed(engine, "anna") is False, "nothing is stored"
-
-
-def test_a_limit_is_a_size():
-    assert CacheTiers(disk_per_tenant="1KiB").disk_per_tenant == 1024 and CacheTiers().disk_per_tenant is None
