@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstore.kernels.cpu.attention import prefill
 from kvstore.kernels.cuda import flash
-from kvstore.kernels.cuda.triton_support import runs_kernels
+from kvstore.kernels.kv import runs_kernels
 from kvstore.kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,10 @@ num_kv_heads, head_dim], holds raw keys (index 0 of the third axis) and values. 
 C; without these, the twins in `kvstore.kernels.reference` do the same, bit for bit.
 """
 
+import importlib.util
+import logging
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -14,11 +17,39 @@ from torch import Tensor
 from kvstore.kernels import reference
 from kvstore.kernels.cpu import attention as attention_native
 from kvstore.kernels.cpu import block_copy as copy_native
-from kvstore.kernels.cuda.triton_support import runs_kernels
 from kvstore.kernels.paged_batch import to_device
 from kvstore.rope.rotary import Rotation
 
+log = logging.getLogger(__name__)
 RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed and can launch kernels. Without it, a CUDA device computes with torch operations."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return not torch.cuda.is_available() or _launches()
+
+
+def _launches() -> bool:
+    """Try it on the current device: Triton needs a C compiler and Python's headers, which small images lack."""
+    from kvstore.kernels.cuda import kv as kv_triton
+
+    try:
+        head, slot = torch.zeros(1, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+        kv_triton.write(head, head, head[None].clone(), head[None].clone(), slot)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1]
+        log.warning("Triton is installed but launches no kernel (%s): torch operations instead, slower", *reason or "?")
+        return False
+    return True
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and has_triton()
 
 
 class BlockLoad:

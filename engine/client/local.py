@@ -45,7 +45,7 @@ from kvstore.engine.ranks.ranks import Ranks, end_hung, started_here
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go
-from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.kernels.kv import has_triton
 from kvstore.memory.ranked import OtherRanks
 
 if TYPE_CHECKING:

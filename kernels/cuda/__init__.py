@@ -5,7 +5,6 @@ Imported only where they may run; the twins are in `kvstore.kernels.reference`.
 - `attention`: paged attention on CUDA: one Triton kernel for decode and prefill, one that joins split contexts
 - `flash`: prefill by the paged kernels of flash-attn or torch, tried before they are used
 - `kv`: writes to the cache, loads and saves as Triton kernels, which read and write the arena over the bus
-- `triton_support`: whether there is a working Triton
 
 Decisions:
 

@@ -27,8 +27,7 @@ import torch
 
 from kvstore.blocks.records import SaveFence, TransferPlan, Transferred
 from kvstore.config import MAX_SAVE_BYTES
-from kvstore.kernels.cuda.triton_support import has_triton
-from kvstore.kernels.kv import BlockLoad, RawLayer, save_layers, save_to_arena
+from kvstore.kernels.kv import BlockLoad, RawLayer, has_triton, save_layers, save_to_arena
 from kvstore.kernels.paged_batch import to_device
 from kvstore.memory.streams import Event, EventWatcher, Queue, Streams, await_event, is_reached
 from kvstore.memory.transfer import Arena, block_load, token_places

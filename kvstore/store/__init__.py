@@ -3,8 +3,8 @@
 One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
-- `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is scheduled
-- `deletion`: deletion by request, and eviction by hand
+- `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
+  scheduled; deletion by request, and eviction by hand
 - `disk_contents`: what is on disk, also before its index is loaded; what leaves it: evicted, deleted or lost
 - `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
@@ -13,12 +13,11 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `host_writes`: its writes, while its memory is borrowed for them; tickets
 - `housekeeping`: the thread that polls while nobody steps
 - `parts`: the parts of a store, and the order in which they end
-- `prefetch`: whose blocks are read next
 - `progress`: waiting for what worker threads do; what was in flight at one moment
 - `remote`: the tier that stores share, as the store sees it: what is known to be there, deletions not confirmed yet,
   prompts that another server computes
 - `remote_stores`: what goes there
-- `requests`: what a request has in flight: blocks held and read for it
+- `requests`: what a request has in flight: blocks held and read for it; whose blocks are read next
 - `saving`: which tokens of a step are saved, and where; the transfers of steps that are in flight
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others

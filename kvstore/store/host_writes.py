@@ -19,7 +19,7 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.deletion import Deletion
+from kvstore.store.control_plane import Deletion
 from kvstore.store.write_back import WriteBack
 
 MAX_WRITES = 4096  # that are waiting or running

@@ -16,8 +16,7 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import Histogram, StoreStats
-from kvstore.store.control_plane import KVStore, Transfers
-from kvstore.store.deletion import Deletion
+from kvstore.store.control_plane import Deletion, KVStore, Transfers
 from kvstore.store.history import Learned
 from kvstore.store.progress import Fence, Stage, StoreProgress
 from kvstore.store.write_back import WriteBack

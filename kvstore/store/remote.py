@@ -24,10 +24,9 @@ from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.shared import SharedChain
 from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteDone, RemoteTier
 from kvstore.stats import StoreStats
-from kvstore.store.prefetch import Prefetcher
 from kvstore.store.progress import Stage
 from kvstore.store.remote_stores import RemoteStores
-from kvstore.store.requests import Requests, Tracked
+from kvstore.store.requests import Prefetcher, Requests, Tracked
 from kvstore.store.stored import DiskReads, StoredBlocks
 from kvstore.store.write_back import WriteBack
 

@@ -26,7 +26,7 @@ from kvstore.engine.client import local
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model import probe
 from kvstore.engine.model.parallel.group import Part
-from kvstore.kernels.cuda import triton_support
+from kvstore.kernels import kv as kernel_kv
 from kvstore.memory import device_transfer
 
 Replaced = tuple[Any, str, Any]  # an object, its attribute, and what that is instead
@@ -410,7 +410,7 @@ def install(
         (torch._C, "_cuda_endAllocateToPool", driver.end_pool),
         (torch.Tensor, "pin_memory", lambda tensor: pinned_copy(tensor)),
         (torch.Tensor, "is_pinned", lambda tensor: driver.is_pinned(tensor)),
-        (triton_support, "has_triton", lambda: has_triton),
+        (kernel_kv, "has_triton", lambda: has_triton),
         (local, "has_triton", lambda: has_triton),
         (device_transfer, "has_triton", lambda: has_triton),
         (probe, "_NUM_TOKENS", 6),  # a millisecond on a device is a second in the interpreter

@@ -9,7 +9,6 @@ from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteTier
 from kvstore.store import remote
 from kvstore.store.control_plane import choose
-from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import (
     KNOWN_S,
     MOST_DELETES,
@@ -20,7 +19,7 @@ from kvstore.store.remote import (
     RemoteSource,
 )
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
-from kvstore.store.requests import Requests
+from kvstore.store.requests import Prefetcher, Requests
 from kvstore.store.stored import DiskReads, Identity, StoredBlocks
 from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared, ended

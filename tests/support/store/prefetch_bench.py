@@ -9,8 +9,7 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import Matcher, choose
-from kvstore.store.prefetch import Prefetcher
-from kvstore.store.requests import Requests, Tracked
+from kvstore.store.requests import Prefetcher, Requests, Tracked
 from kvstore.store.seam import Match
 from kvstore.store.stored import DiskReads, Identity, StoredBlocks
 

@@ -18,7 +18,7 @@ from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.tensors import StepLayout, step_tensors
 from kvstore.errors import ModelError
 from kvstore.kernels.attention import attend_paged
-from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.kernels.kv import has_triton
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from tests.support.engines import ask, evict_hbm, greedy, open_engine, save_model, tokens
 from tests.support.faults import before_each_step

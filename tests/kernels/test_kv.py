@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.kernels.kv import has_triton
 from kvstore.kernels.paged_batch import to_device
 
 CUDA = torch.device("cuda", 0)
