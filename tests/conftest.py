@@ -69,7 +69,7 @@ def no_devices() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
     """What a command sets up in this process ends with the test, as the stream it writes to does."""
-    loggers = [logging.getLogger(name) for name in ("kvstore", "aiohttp.server")]
+    loggers = [logging.getLogger(name) for name in ("kvstore", "kvstore.service", "aiohttp.server")]
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):

@@ -20,6 +20,7 @@ from bench.peers.__main__ import MODELS, goals
 from bench.peers.embedded import Embedded
 from bench.peers.load import Answer, Match, PeerError, drop_all
 from tests.bench import peer_standin
+from tests.support.programs import may_mount
 
 OWN = 10**6  # token ids of answers start there
 SIZES = replace(MODELS["tiny"], num_turns=3)
@@ -198,11 +199,6 @@ def table(tmp_path_factory):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {row["measure"]: row for row in json.loads(found.read_text())["results"]}
-
-
-def may_mount():
-    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def test_all_arms_are_measured_warm_and_after_a_restart(table):

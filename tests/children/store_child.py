@@ -7,7 +7,6 @@ Every line of the log is synced after its turn was acknowledged: a session, the 
 import json
 import os
 import random
-import resource
 import sys
 from pathlib import Path
 
@@ -73,6 +72,8 @@ def fork_after_opening(model: str, store: str) -> None:
                 verb()
             except StoreError:
                 refused += 1
+        engine.close()
+        engine._finalizer()
         os._exit(refused)
     _, status = os.waitpid(child, 0)
     chat.send("After the fork", greedy(5))
@@ -81,18 +82,8 @@ def fork_after_opening(model: str, store: str) -> None:
     print(os.waitstatus_to_exitcode(status), chat.num_turns, flush=True)
 
 
-def with_limited_files(model: str, store: str, num_bytes: int) -> None:
-    """Files may not grow beyond that, until they may."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
-    fill_up(model, store, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2))
-
-
 def on_a_full_disk(model: str, store: str, filler: str) -> None:
     """There is no space until another file goes."""
-    fill_up(model, store, lambda: os.unlink(filler))
-
-
-def fill_up(model: str, store: str, make_space) -> None:
     with open_engine(model, Path(store), cpu="16MiB", disk="1GiB") as engine:
         degraded = False
         for seed in range(100):
@@ -108,7 +99,7 @@ def fill_up(model: str, store: str, make_space) -> None:
         again = ask(engine, [*prompt, 1], 2)
         assert again.usage.cached_tokens == 192, "serving goes on"
         ask(engine, tokens(1000, 200), 2)
-        make_space()
+        os.unlink(filler)
         wait_until(lambda: not engine.stats()["disk"]["degraded"])
         engine.flush()
         engine.check_integrity()
@@ -136,7 +127,6 @@ COMMANDS = {
     "chat": chat_until_killed,
     "leave": leave_open,
     "fork": fork_after_opening,
-    "limit": with_limited_files,
     "full": on_a_full_disk,
     "evict": evict_on_a_disk_that_fills_up,
 }

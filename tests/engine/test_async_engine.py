@@ -282,16 +282,6 @@ async def test_a_session_talks_forks_and_is_resumed(model, engine, tmp_path):
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
-async def test_close_ends_what_runs_and_refuses_what_comes(model):
-    engine = opened(model)
-    task = asyncio.create_task(engine.generate(PROMPT, LONG))
-    with crawling(engine.engine):
-        await wait_in_loop(lambda: engine.engine.has_work)
-        await engine.close()
-    out = await task
-    assert out.finish_reason == "abort"
-    with pytest.raises(EngineClosedError):
-        await engine.generate(PROMPT, GREEDY)
 
 
 async def test_when_the_thread_dies_nobody_waits_for_ever(model):
@@ -311,14 +301,4 @@ async def test_when_the_thread_dies_nobody_waits_for_ever(model):
     finally:
         threading.excepthook = previous
     assert [entry.exc_type for entry in thread_errors] == [Panic]
-    await engine.close()
-
-
-async def test_closing_the_engine_itself_ends_its_callers(model):
-    engine = opened(model)
-    task = asyncio.create_task(engine.generate(PROMPT, LONG))
-    with crawling(engine.engine):
-        await wait_in_loop(lambda: engine.engine.has_work)
-        await asyncio.to_thread(engine.engine.close)
-    assert (await task).finish_reason == "abort"
     await engine.close()

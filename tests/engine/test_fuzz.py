@@ -1,6 +1,6 @@
 """The whole engine under random arrivals, aborts, choices and preemptions, against a plain transformers loop.
 
-Invariants 1 (the same tokens at any batch mix), 6 and 7 of the design. float32 and greedy, so the tokens must be equal.
+Invariants 1 (the same tokens at any batch mix) and 6 of the design. float32 and greedy, so the tokens must be equal.
 """
 
 import random
@@ -97,6 +97,7 @@ def check_idle(engine: Engine) -> None:
     assert engine.loop.pool.num_free == engine.loop.pool.num_blocks
     assert engine.loop.runner.batch.num_rows == len(engine.loop.scheduler.roster.left)  # they leave with the next step
     assert (engine.loop.news.running, engine.loop.scheduler.roster.requests) == ([], {})
+    assert len(engine.loop.scheduler.roster.tenants) == 0
     engine.loop.pool.check_integrity(idle=True)
 
 
@@ -185,32 +186,3 @@ def test_invariant_1_known_seeds_reach_preemption_abort_and_hit(houses, model_di
     handles = [handle for guest in guests for _, _, handle in guest.asked]
     assert any(handle.output.usage.cached_tokens for handle in handles)
     assert any(len(handle.output.choices) > 1 for handle in handles)
-
-
-@pytest.mark.parametrize("shape", HOUSES, ids=str)
-def test_invariant_7_memory_stays_what_it_was(houses, shape):
-    """Traffic of many requests, most of them aborted, leaves every array and queue as large as before."""
-    engine = houses[shape[0]]
-    batch = engine.loop.runner.batch
-    arrays = [
-        batch.token_ids,
-        batch.num_tokens,
-        batch.block_table,
-        *(c for layer in engine.loop.runner.caches for c in layer),
-    ]
-    sizes = [(id(array), array.nbytes) for array in arrays]
-    guest = Guest(engine, random.Random(7), shape)
-    guest.submit()
-    for _ in range(60):
-        guest.submit()
-        guest.engine.abort(guest.asked[-1][2])
-        if engine.has_work and guest.rng.random() < 0.2:
-            guest.step()
-        assert engine.loop.scheduler.num_waiting + engine.loop.scheduler.num_running <= 3
-        assert len(engine.loop.scheduler.roster.requests) <= 3
-    guest.run(num_events=0)
-    check_idle(engine)
-    assert [(id(array), array.nbytes) for array in arrays] == sizes
-    assert len(engine.loop.scheduler.roster.tenants) == 0 and len(engine.loop.scheduler.roster.left) <= shape[3]
-    assert engine.loop.news.running == []
-    assert engine.loop.pool.num_cached <= engine.loop.pool.num_blocks

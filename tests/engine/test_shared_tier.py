@@ -9,7 +9,7 @@ from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import Evict
 from kvstore.errors import ConfigError
 from tests.support.buckets import Directory, s3_server
-from tests.support.engines import ask, evict_cpu, greedy, tokens
+from tests.support.engines import ask, evict_memory, greedy, tokens
 from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.tcp_proxy import Faults, Proxy
 from tests.support.waiting import wait_until
@@ -238,10 +238,7 @@ def test_wrong_credentials_are_said_and_cost_no_request(model, plain, monkeypatc
             assert "wr0ng" not in str(engine.stats())
 
 
-@pytest.mark.parametrize("faults", [
-    Faults(cut_after=5000), Faults(cut_after=50_000), Faults(lost_at=20_000), Faults(flipped_at=20_000),
-    Faults(delay_s=0.05), Faults(bytes_per_s=1e6), Faults(refuses=True),
-])  # fmt: skip
+@pytest.mark.parametrize("faults", [Faults(cut_after=50_000), Faults(flipped_at=20_000), Faults(bytes_per_s=1e6)])
 def test_no_wrong_answer_through_a_bad_network(model, plain, redis, faults):
     with replica(model, redis.url) as first:
         ask(first, PROMPT)
@@ -280,18 +277,11 @@ def talking(remote: str | None, **options) -> Engine:
     return Engine(cache_tiers=CacheTiers("16MiB", "16MiB", remote=remote), device="cpu", load="always", **options)
 
 
-def forget_here(engine: Engine) -> None:
-    """What was said is in the shared tier alone."""
-    engine.flush()
-    engine.loop.call(engine.loop.pool.evict_all)
-    evict_cpu(engine)
-
-
 def test_who_types_has_the_history_read_ahead(redis):
     with talking(redis.url) as engine:
         chat = engine.chat("typing", system="You are a patient guide to old cities. " * 4)
         chat.send("Tell me of Lisbon.", greedy(12))
-        forget_here(engine)
+        evict_memory(engine)
         assert engine.stats()["remote"]["reads"] == 0
         engine.prefetch("typing")
         num_read = len(chat.window.chain)
@@ -313,7 +303,7 @@ def test_a_truncation_of_what_only_the_shared_tier_has_computes_what_it_keeps(re
                 texts.append(output.text)
                 num_hit += output.usage.cached_tokens_details.remote
                 if remote is not None:
-                    forget_here(engine)
+                    evict_memory(engine)
             engine.check_integrity()
             return texts, num_hit
 
@@ -325,7 +315,7 @@ def test_a_truncation_of_what_only_the_shared_tier_has_computes_what_it_keeps(re
 def test_a_session_deleted_while_it_is_away_is_said_to_be_pending_and_goes_when_it_is_back(tmp_path):
     with RedisServer(tmp_path) as redis, talking(redis.url) as engine:
         engine.chat("secret", system="Never tell. " * 20).send("My name is Ada.", greedy(12))
-        forget_here(engine)
+        evict_memory(engine)
         assert redis.ask("DBSIZE") > 3
         redis.pause()
         assert engine.admin.delete_session("secret") > 3, "nobody waits for the tier"

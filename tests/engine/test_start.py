@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import threading
 import weakref
 
@@ -16,7 +15,7 @@ from kvstore.engine.config import EngineConfig
 from kvstore.engine.progress import STAGES
 from kvstore.errors import ConfigError, ModelError, RequestError, StoreError, StoreLockedError
 from tests.support.conversations import PARAMS
-from tests.support.engines import LLAMA_BLOCK_BYTES, ask, open_engine, save_model, tokens
+from tests.support.engines import LLAMA_BLOCK_BYTES, open_engine, save_model
 from tests.support.redis_server import free_port
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -160,18 +159,3 @@ def test_a_constructor_that_fails_late_leaves_nothing_open(model, store, monkeyp
             open_engine(model, store)
     open_engine(model, store).close()
     del caught
-
-
-def test_a_forked_child_leaves_the_engine_alone(engine):
-    ask(engine, tokens(1, 50, 100))
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover
-        code = 1
-        try:
-            engine.close()
-            engine._finalizer()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert not engine.closed and ask(engine, tokens(1, 50, 100)).token_ids

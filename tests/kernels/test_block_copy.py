@@ -5,11 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kvstore.engine.model.interception import run_step
-from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.kernels import reference
 from kvstore.kernels.kv import BlockLoad, save_layers, write_kv
-from tests.support.models import make_model
 from tests.support.native import no_compiler
 from tests.support.rotations import KINDS, kinds
 
@@ -132,30 +129,3 @@ def test_nothing_to_save_is_nothing():
     save_layers(arena, [], None, torch.tensor([3]))
     save_layers(arena, [(0, *torch.randn(2, 4, HEADS, HEAD_DIM))], torch.tensor([]).long(), torch.tensor([]).long())
     assert (arena == 7).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*(("Llama", dtype) for dtype in DTYPES),
-     *((name, torch.bfloat16) for name in ("Phi", "Cohere", "Gemma3", "GptOss", "SmolLM3", "Glm4"))],
-    ids=str,
-)  # fmt: skip
-@torch.inference_mode()
-def test_keys_of_real_architectures(name, dtype):
-    """Raw keys of a model's forward, through the arena, rotated by what the probe found."""
-    model = intercept(make_model(name, dtype=dtype), 64)
-    recorder, positions = Recorder(), torch.arange(48)
-    token_ids = torch.randint(160, (48,), generator=torch.Generator().manual_seed(1))
-    run_step(model.network, token_ids, positions, recorder, positions[:1])
-    spec = model.spec
-    arena = torch.zeros(4, spec.num_layers, 2, 16, spec.num_kv_heads, spec.head_dim, dtype=dtype)
-    layers = [(layer, recorder.keys[layer], recorder.values[layer]) for layer in range(spec.num_layers)]
-    save_layers(arena, layers, None, places_of([3, 0, 2], 16))
-    caches, expected = model.new_caches(5, 16), model.new_caches(5, 16)
-    load = BlockLoad(arena, [3, 0, 2], [1, 4, 2], [0, 16, 32], model.rotations)
-    for (layer, key, value), pair, wanted in zip(layers, caches, expected, strict=True):
-        load.load_layer(layer, *pair)
-        turn = model.rotations[layer]
-        rotated = key if turn is None else turn.at(positions).apply(key)
-        write_kv(rotated, value, *wanted, places_of([1, 4, 2], 16))
-    assert_same(caches, expected)

@@ -10,7 +10,6 @@ from kvstore.blocks.ids import BLOCK_ID_BYTES, Lineage, lineage_root
 from kvstore.blocks.records import TransferPlan
 from kvstore.connector import KVConnector, NullConnector
 from kvstore.engine.core.request import Request, Status
-from kvstore.engine.outputs import CachedTokensDetails
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.store.seam import Lookup, Match, NewRequest, StepSpan
 from tests.support.house import ROOT, FakeStore, House, history_keys, steps_of
@@ -84,35 +83,3 @@ def test_a_request_whose_blocks_are_on_their_way_does_not_hold_up_those_behind()
     house.run()
     for name, tokens in (("slow", prompt), ("b", list(range(40, 50))), ("c", list(range(60, 70)))):
         house.check_answer(name, tokens)
-
-
-@pytest.mark.parametrize("num_stored", [1, 2, 3])
-def test_stored_blocks_are_loaded_and_the_rest_is_computed(num_stored):
-    store = FakeStore()
-    house, prompt = House(store=store), list(range(13))
-    store.loadable = stored(prompt, num_stored)
-    house.add("a", prompt, 3)
-    output = house.step()
-    assert steps_of(output) == {"a": (4 * num_stored, 13 - 4 * num_stored, 1)}
-    request = house.requests["a"]
-    loads = [(load.block_number, load.block_id, load.position) for load in output.plan.loads]
-    assert loads == [(request.block_numbers[i], request.chain[i], 0) for i in range(num_stored)]
-    assert request.cached.details == CachedTokensDetails(cpu=4 * num_stored)
-    house.run()
-    house.check_answer("a", prompt)
-    assert house.computed == {"a": 13 - 4 * num_stored + 2}
-
-
-def test_stored_blocks_continue_a_hit_in_hbm():
-    store = FakeStore()
-    house, prompt = House(store=store, budget=8), list(range(30))
-    house.add("warm", prompt[:9], 1)
-    house.run()
-    store.loadable = stored(prompt, 5)
-    house.add("a", prompt, 3)
-    output = house.step()
-    assert steps_of(output) == {"a": (20, 8, 0)}
-    assert [load.block_id for load in output.plan.loads] == house.requests["a"].chain[2:5]
-    assert house.requests["a"].cached.details == CachedTokensDetails(hbm=8, cpu=12)
-    house.run()
-    house.check_answer("a", prompt)

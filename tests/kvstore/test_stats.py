@@ -2,7 +2,7 @@
 
 from kvstore.engine.client.messages import Forget
 from kvstore.stats import Counts, Histogram, StoreStats
-from tests.support.engines import ask, counters, evict_cpu, open_engine, settle, tokens
+from tests.support.engines import ask, counters, evict_memory, open_engine, settle, tokens
 from tests.support.waiting import TIMEOUT_S
 
 
@@ -35,8 +35,7 @@ def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         prompt = tokens(1, 100)
         ask(engine, prompt)
-        engine.loop.pool.evict_all()
-        evict_cpu(engine)
+        evict_memory(engine)
         ask(engine, prompt)
         settle(engine)
         stats = engine.stats()

@@ -61,7 +61,13 @@ def tabs(browser: Any) -> Iterator[Tabs]:
 
 
 @pytest.fixture
-def lines() -> Iterator[dict[str, list[str]]]:
+def page(server: Serving, tabs: Tabs) -> Any:
+    """The chat page of the module's server, as a person sees it who has just come."""
+    return tabs.open(server.url)
+
+
+@pytest.fixture
+def lines(own_logging: None) -> dict[str, list[str]]:
     """What is logged, by both formats."""
     found: dict[str, list[str]] = {"text": [], "json": []}
 
@@ -70,12 +76,9 @@ def lines() -> Iterator[dict[str, list[str]]]:
             found["text"].append(TextFormatter().format(record))
             found["json"].append(JsonFormatter().format(record))
 
-    keep, level = Keep(), LOGGER.level
-    LOGGER.addHandler(keep)
+    LOGGER.addHandler(Keep())
     LOGGER.setLevel(logging.INFO)
-    yield found
-    LOGGER.removeHandler(keep)
-    LOGGER.setLevel(level)
+    return found
 
 
 @pytest.fixture

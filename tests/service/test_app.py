@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,13 +14,11 @@ from kvstore.service.api.context import EXCHANGE, context_of, tenant_of
 from kvstore.service.app import ROUTES
 from kvstore.service.http.access import EXPOSED
 from kvstore.service.http.errors import ApiError, Route, api_error, json_response
-from kvstore.service.http.logs import LOGGER
 from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, server_fixture, serving
 from tests.support.waiting import wait_until
 
 HEALTHY = ("/health", "/healthz", "/livez", "/ping", "/ready")
 OPEN_TO_ALL = {*HEALTHY, *(route.path for route in page.ROUTES)}
-logged: list[dict] = []
 
 
 async def who(request):
@@ -62,20 +59,6 @@ def counted(server):
         return {key: count for key, count in (samples(server, name) - before[name]).items() if "/metrics" not in key}
 
     return since
-
-
-@pytest.fixture
-def logs():
-    """What is logged, for this test."""
-    logged.clear()
-    notes = logging.Handler()
-    notes.emit = lambda record: logged.append(record.fields)
-    level = LOGGER.level
-    LOGGER.addHandler(notes)
-    LOGGER.setLevel(logging.INFO)
-    yield
-    LOGGER.removeHandler(notes)
-    LOGGER.setLevel(level)
 
 
 def filled(path: str) -> str:
@@ -174,19 +157,12 @@ def test_an_allowed_page_can_read_its_answers_and_its_errors(shared):
 
 
 @pytest.mark.parametrize("route", [r for r in ROUTES if r.body is not None], ids=lambda r: f"{r.method} {r.path}")
-@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"null", b'{"a":' + b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"null", b'{"a":' + b"[" * 100_000])
 def test_every_body_that_is_no_object_is_refused(server, route, body):
     key = ADMIN_KEY if route.access == "admin" else KEY
     reply = server.request(route.method, filled(route.path), body, {"Authorization": f"Bearer {key}"})
-    assert reply.status == 400, reply.body
+    assert reply.status == 400 or (reply.status, body) == (404, b""), "some need no body"
     assert reply.error["type"] == "invalid_request_error" and reply.error["message"]
-
-
-@pytest.mark.parametrize("route", [r for r in ROUTES if r.body is not None], ids=lambda r: f"{r.method} {r.path}")
-def test_a_body_that_is_not_there_is_no_bug(server, route):
-    key = ADMIN_KEY if route.access == "admin" else KEY
-    reply = server.request(route.method, filled(route.path), b"", {"Authorization": f"Bearer {key}"})
-    assert reply.status in (400, 404), reply.body
 
 
 def test_raw_bytes_in_a_key_are_no_key(server):
@@ -267,17 +243,21 @@ def test_a_request_id_is_taken_or_made(server):
     assert len(made) == 5 and all(re.fullmatch("[0-9a-f]{24}", one) for one in made)
 
 
-def test_every_request_is_counted_and_logged_once_by_its_pattern(server, counted, logs):
+def logged(lines) -> list[dict]:
+    return list(map(json.loads, lines["json"]))
+
+
+def test_every_request_is_counted_and_logged_once_by_its_pattern(server, counted, lines):
     server.get("/who", **{"X-Request-Id": "r1"})
     server.get("/v1/models/some-name")
     server.get("/nothing/secret")
     server.request("GET", "/who", headers={"Authorization": "Bearer secret-secret"})
-    server.wait_until(lambda: len(logged) == 4)
-    assert [(line["status"], line["code"]) for line in logged] == [
+    server.wait_until(lambda: len(lines["json"]) == 4)
+    assert [(line["status"], line.get("code")) for line in logged(lines)] == [
         (200, None), (404, "model_not_found"), (404, "not_found"), (401, "invalid_api_key")
     ]  # fmt: skip
-    assert logged[0]["request_id"] == "r1" and logged[0]["seconds"] > 0
-    assert "secret" not in str(logged) and "some-name" not in str(logged)
+    assert logged(lines)[0]["request_id"] == "r1" and logged(lines)[0]["seconds"] > 0
+    assert "secret" not in str(lines) and "some-name" not in str(lines)
     assert counted("http_requests") == {
         ("GET", "/who", "200"): 1, ("GET", "/v1/models/{id}", "404"): 1, ("GET", "unknown", "404"): 1,
         ("GET", "/who", "401"): 1,
@@ -302,10 +282,10 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         ("<script>", None),
     ],
 )
-def test_a_trace_goes_on_in_the_log(server, logs, sent, told):
+def test_a_trace_goes_on_in_the_log(server, lines, sent, told):
     server.get("/who", traceparent=sent)
-    server.wait_until(lambda: logged)
-    assert logged[0]["traceparent"] == told
+    server.wait_until(lambda: lines["json"])
+    assert logged(lines)[0].get("traceparent") == told
 
 
 def test_a_client_that_goes_away_is_counted_and_leaves_nothing(server, counted):
@@ -347,28 +327,6 @@ def test_an_engine_that_ends_by_itself_is_a_failure():
         assert server.get("/health").json() == {"status": "failed", "reasons": ["engine_failed"]}
         assert server.get("/ready").status == 503
         assert server.get("/who").error["code"] == "engine_failed"
-
-
-def test_limits_hold_over_http_and_are_given_back(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("anna:key-of-anna\nbert:key-of-bert\n")
-    keys.chmod(0o600)
-    limits = {"max_queue": 2, "api_key_file": keys}
-    with serving(routes=OWN, **limits) as server, server.connect() as anna, server.connect() as bert:
-        found = server.context.limits
-        for raw, key, number in ((anna, "key-of-anna", 1), (bert, "key-of-bert", 2)):
-            if number == 2:
-                reply = server.get("/waits", Authorization="Bearer key-of-anna")
-                assert (reply.status, reply.error["type"]) == (429, "rate_limit_error")
-                assert reply.headers["retry-after"] == "1"
-            raw.sendall(raw_request("GET", "/waits", Authorization=f"Bearer {key}"))
-            server.wait_until(lambda number=number: found.num_admitted == number)
-        reply = server.get("/waits", Authorization="Bearer key-of-bert")
-        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "server_overloaded", "1")
-        assert server.get("/who", Authorization="Bearer key-of-anna").json()["tenant"] == "anna"
-        anna.close()
-        bert.close()
-        server.wait_until_idle()
 
 
 def test_no_handler_reads_a_body_by_itself():

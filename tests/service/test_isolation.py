@@ -1,5 +1,5 @@
-"""Two tenants on one server: nothing of one is a hit, a session, a retry or a word for the other, on any tier; nor on
-another server that shares KV. And a small request is answered beside very many sequences of somebody else.
+"""Two tenants on one server: nothing of one is a hit, a session, a retry or a word for the other, on any tier. And a
+small request is answered beside very many sequences of somebody else.
 """
 
 import json
@@ -13,10 +13,9 @@ import pytest
 
 from kvstore.service.app import ROUTES
 from kvstore.service.http.logs import LOGGER
-from tests.support.buckets import Directory, need_obstore
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, raw_request, serving
-from tests.support.service.talking import SHORT, TALKING_ROUTES, Stream, chat, talking_body, tenants
+from tests.support.service.talking import SECRET, SHORT, TALKING_ROUTES, WRONG, Stream, chat, talking_body, tenants
 
 TIERS = {"hbm": "2MiB", "cpu": "64MiB", "disk": "128MiB"}
 WORDS = "the sea and a long walk by it in the evening with an old friend who likes to talk about ships".split()
@@ -243,24 +242,6 @@ def test_answers_are_recognised_for_who_got_them(pair, salt):
     assert owner.post("/v1/chat/completions", more).json()["usage"]["prompt_tokens"] == num_exact
 
 
-SECRET = "Xanthippe_of_4711"
-
-
-WRONG = [
-    ("/chat", {"message": SECRET, "temperature": -1}), ("/chat", {"message": SECRET, "session_id": "0" * 32}),
-    ("/chat", {"message": {"role": "king", "content": SECRET}}), ("/chat", {"message": SECRET, "n": SECRET}),
-    ("/chat", {"message": f"{SECRET} " * 3000, "truncation": "disabled"}), ("/chat", {"messages": SECRET}),
-    ("/chat", {"message": SECRET, "messages": [{"role": "user", "content": SECRET}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": SECRET}]}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"{SECRET} " * 3000}]}),
-    ("/v1/completions", {"prompt": SECRET, "max_tokens": 0}), ("/v1/completions", {"prompt": [[SECRET]]}),
-    ("/v1/completions", {"prompt": [10**9]}), ("/v1/responses", {"input": SECRET, "truncation": SECRET[:3]}),
-    ("/v1/responses", {"input": [{"type": "picture", "content": SECRET}]}), ("/tokenize", {"prompt": 5, "x": SECRET}),
-    ("/v1/responses", {"input": SECRET, "previous_response_id": "resp_0_1"}), ("/chat", SECRET.encode()),
-    ("/chat", b'{"message": "' + SECRET.encode()), ("/chat", b'{"message": "' + SECRET.encode() + b'\xff"}'),
-]  # fmt: skip
-
-
 def test_errors_metrics_and_logs_tell_no_prompt_and_no_tenant(both, lines):
     alice, bob = both
     LOGGER.setLevel(logging.DEBUG)
@@ -279,55 +260,6 @@ def test_errors_metrics_and_logs_tell_no_prompt_and_no_tenant(both, lines):
     assert len(logged) > len(WRONG) and not any(SECRET in line or alice.key in line for line in logged)
     for path in ("/sessions", "/health", "/version", "/v1/models", "/openapi.json"):
         assert not re.search(f"{SECRET}|alice", bob.get(path).body.decode())
-
-
-def options(folder, shared):
-    folder.mkdir()
-    tiers = {**TIERS, "path": folder / "store", "remote": shared.url}
-    return folder, {"engine": {"cache_tiers": tiers, "load": "always", "max_model_len": 768}}
-
-
-def test_tenants_stay_apart_on_another_server_both_ways(redis, tmp_path):
-    one, other = options(tmp_path / "one", redis), options(tmp_path / "other", redis)
-    route, said = "/v1/chat/completions", text_of("said by alice")
-    with tenants(one[0], **one[1]) as (alice, bob), tenants(other[0], **other[1]) as (alice_there, bob_there):
-        assert ask(alice, route, said)["all"] == 0
-        alice.engine.flush()
-        assert ask(bob_there, route, said)["all"] == 0, "another tenant on another server"
-        found = ask(alice_there, route, said)
-        assert found["remote"] == found["all"] == found["whole"] >= 32, found
-        mine = text_of("said by bob")
-        assert ask(bob_there, route, mine)["all"] == 0
-        bob_there.engine.flush()
-        assert ask(alice, route, mine)["all"] == 0, "and back"
-        found = ask(bob, route, mine)
-        assert found["remote"] == found["all"] == found["whole"] >= 32, found
-        for server in (alice, alice_there):
-            server.wait_until_idle()
-
-
-@pytest.mark.parametrize("route", ["/chat", "/v1/chat/completions"])
-@pytest.mark.usefixtures("fleet_secret")
-def test_another_conversation_hits_the_system_prompt_in_a_directory(tmp_path, route):
-    need_obstore()
-    shared = Directory(tmp_path / "objects")
-    one, other = options(tmp_path / "one", shared), options(tmp_path / "other", shared)
-    system = {"role": "system", "content": " ".join(WORDS * 4)}
-
-    def body(*said: str) -> dict:
-        roles = ["user", "assistant"] * len(said)
-        return {"messages": [system, *({"role": r, "content": s} for r, s in zip(roles, said, strict=False))], **SHORT}
-
-    with tenants(one[0], **one[1]) as (here, _), tenants(other[0], **other[1]) as (there, _):
-        begun = "My dog is called Biscuit, and he likes the sea.", "What a good name for a dog who likes it."
-        assert here.post(route, body(*begun, "What does my dog like?")).status == 200
-        here.engine.flush()
-        num_system = len(there.engine.chats.language.chat_template().head_ids([system])) // 16 * 16
-        assert num_system >= 64
-        found = there.post(route, body("Who likes to walk by the sea?")).json()["usage"]["prompt_tokens_details"]
-        assert found["cached_tokens_details"]["remote"] == found["cached_tokens"] == num_system
-        for server in (here, there):
-            server.wait_until_idle()
 
 
 def test_a_request_counts_by_its_prompts_and_choices():
@@ -357,6 +289,7 @@ def test_another_tenant_is_answered_beside_a_request_of_256_prompts_with_16_choi
         small = {"prompt": "tea", "max_tokens": 3, "ignore_eos": True}
         reply = server.post("/v1/completions", small)
         assert reply.status == 200 and reply.json()["usage"]["completion_tokens"] == 3
+        assert server.context.limits.is_shared, "what each may have at most is halved"
         assert scheduler.num_waiting > 200, "the first tenant's are far from their end"
         raw.close()
         server.wait_until_idle()

@@ -194,33 +194,24 @@ def begin(server: ServerProcess, session_id: str) -> Stream:
     return stream
 
 
-def hangs_and_is_replaced(server: ServerProcess) -> None:
-    os.kill(engines(server)[1]["process"]["pid"], signal.SIGSTOP)
-    wait_until(lambda: "replica_down" in server.get("/health").json()["reasons"], "health says so")
-    assert server.get("/ready").status == 200 and server.get("/health").json()["status"] == "degraded"
-    assert [chat(server, HELLO.format(name))["turn"] for name in ("Anna", "Bob", "Carl")] == [1, 1, 1]
-    wait_until(lambda: server.get("/health").json()["status"] == "ok", "it was replaced")
-    assert [one["process"]["restarts"] for one in engines(server)] == [1, 1]
-
-
-def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_path):
-    store, flags = tmp_path / "store", ("--data-parallel-size", "2", "--engine-timeout", "15")
-    with launched(store, *flags) as server:
+def test_one_of_two_engines_is_killed_while_both_answer(tmp_path):
+    store = tmp_path / "store"
+    with launched(store, "--data-parallel-size", "2") as server:
         assert len(server.cores) == 2
         sessions = [chat(server, HELLO.format(name))["session_id"] for name in ("Anna", "Bob")]
         server.flush()
         streams = [begin(server, session_id) for session_id in sessions]
         assert [one["process"]["requests"] for one in engines(server)] == [1, 1]
         killed = engines(server)[0]["process"]["pid"]
-        os.kill(killed, signal.SIGSTOP)  # so that it is not started again before we have looked
         os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: "replica_down" in server.get("/health").json()["reasons"], "health says so")
+        assert server.get("/ready").status == 200
         ends = [stream.rest() for stream in streams]
         failed = [next((event["error"] for event in events if "error" in event), None) for events in ends]
         assert sorted(error is None for error in failed) == [False, True]
         [error] = [error for error in failed if error is not None]
         assert set(error) >= {"message", "type", "param", "code"}
         assert all(events[-1] == "[DONE]" for events in ends)
-        assert server.get("/ready").status == 200
         for session_id, error in zip(sessions, failed, strict=True):
             answer = chat(server, "And what is my name?", session_id)
             assert answer["turn"] == (3 if error is None else 2)
@@ -228,21 +219,13 @@ def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_p
         wait_until(lambda: server.get("/health").json() == {"status": "ok", "reasons": []}, "both answer")
         page = server.get("/metrics").body.decode()
         assert 'kvstore:replica_up{replica="0"} 1.0' in page and 'kvstore:replica_requests{replica="1"}' in page
-        hangs_and_is_replaced(server)
+        assert [one["process"]["restarts"] for one in engines(server)] == [1, 0]
         shown = run_command("stats", "--store", store)
         assert shown.returncode == 0 and "2 of 2 answer; open requests: 0 and 0" in shown.stdout, shown
-        assert run_command("evict", "--store", store, "--all").returncode == 0
-        assert server.admin("GET", "/admin/stats").json()["disk"]["blocks"] == 0
-        answer = chat(server, "And my dog?", sessions[0])
-        server.flush()
         processes = server.cores
         server.process.terminate()
         assert server.process.wait(60) == 0 and len(processes) == 2 and all(map(is_gone, processes))
     verify(store)
-    with launched(store) as server:  # one engine again
-        again = chat(server, "And again?", sessions[0])
-        assert again["turn"] == answer["turn"] + 1
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["disk"] >= 16
 
 
 def ask(server: Serving, route, session_id: str, deleted: str) -> tuple[str, Reply]:

@@ -19,10 +19,9 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.service.api import edge
-from tests.support.by_hand import crawling, held
+from tests.support.by_hand import held
 from tests.support.engines import save_model
 from tests.support.service.serving import serving
-from tests.support.service.talking import LONG, Stream
 from tests.support.waiting import TIMEOUT_S, wait_in_loop
 
 WINDOW = 16384  # fewer than the text has tokens, more than can be told from its length
@@ -140,20 +139,6 @@ def test_a_tokenizer_whose_file_cuts_texts_does_not(model, tmp_path):
 def resting():
     with serving() as found, held(found.engine):
         yield found
-
-
-def test_who_tokenizes_takes_a_place():
-    bodies = {"/tokenize": {"prompt": "Hello"}, "/detokenize": {"tokens": [300]}}
-    with serving(max_queue=1) as server:
-        with crawling(server.engine):
-            stream = Stream(server, "/chat", {"message": "Hello", **LONG})
-            stream.next()
-            with held(server.engine):
-                replies = [server.post(path, body) for path, body in bodies.items()]
-        assert [(reply.status, reply.error["code"]) for reply in replies] == [(503, "server_overloaded")] * 2
-        stream.leave()
-        server.wait_until_idle()
-        assert {server.post(path, body).status for path, body in bodies.items()} == {200}
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if "token" not in route])

@@ -5,10 +5,10 @@ the shared tier before it says so.
 """
 
 import itertools
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from kvstore.service.server import fleet_key_of
 from tests.support.engines import tokens
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.service.server_process import ServerProcess, launch
-from tests.support.service.serving import KEY, serving
+from tests.support.service.serving import KEY, Serving, serving
 from tests.support.service.talking import SHORT, chat
 from tests.support.shared_sessions import SECRET_TEXT, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
@@ -28,42 +28,51 @@ PROMPT = tokens(1, 160)
 
 
 class Pair:
-    """prefill may be killed and started again on its port."""
+    """prefill is a process, which may be killed and started again on its port."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
         self.folder, self.port, self.redis = folder, free_port(), RedisServer(folder / "redis")
-        self.shared = ("--remote", self.redis.url, "--fleet-secret-file", secret_file(folder))
-        decode = (*self.shared, "--role", "decode", "--prefill-url", self.url)
-        with ThreadPoolExecutor(2) as both:
-            starting = both.submit(self.start), both.submit(launch, folder / "decode", *decode)
-        self.prefill, self.decode = (server.result() for server in starting)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.prefill = self.start()
 
     def start(self) -> ServerProcess:
-        flags = ("--disk", "0", "--role", "prefill", "--port", str(self.port))
-        return launch(self.folder / "prefill", *self.shared, *flags)
+        flags = ("--disk", "0", "--role", "prefill", "--port", str(self.port), "--remote", self.redis.url)
+        return launch(self.folder / "prefill", *flags, "--fleet-secret-file", secret_file(self.folder))
+
+    @contextmanager
+    def decoding(self) -> Iterator[Serving]:
+        """A server that asks it."""
+        tiers = {"hbm": "4MiB", "cpu": "8MiB", "remote": self.redis.url, "role": "decode", "prefill_url": self.url}
+        with serving(engine={"cache_tiers": tiers}) as server:
+            yield server
 
     def asked(self) -> dict:
-        return self.decode.admin("GET", "/admin/stats").json()["remote"]["prefill"]
+        return self.decode.engine.stats()["remote"]["prefill"]
 
     def reasons(self) -> list[str]:
         return self.decode.get("/health").json()["reasons"]
 
     def close(self) -> None:
         self.prefill.kill()
-        self.decode.kill()
         self.redis.kill()
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory, secret: None) -> Iterator[Pair]:
     found = Pair(tmp_path_factory.mktemp("pair"))
-    yield found
-    found.close()
+    try:
+        with found.decoding() as found.decode:
+            yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def secret() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT)
+        yield
 
 
 def long(topic: str) -> str:
@@ -71,9 +80,9 @@ def long(topic: str) -> str:
     return " ".join(f"My {topic} number {index} is called Ada." for index in range(18))
 
 
-def alone(*said: str) -> list[str]:
-    """Answers of a server that has no other, in one conversation."""
-    return answers_without_a_store([list(said)], SHORT["max_tokens"])[0]
+def alone(*talks: list[str]) -> list[list[str]]:
+    """Answers of a server that has no other, in these conversations."""
+    return answers_without_a_store(list(talks), SHORT["max_tokens"])
 
 
 def text_of(answer: dict) -> str:
@@ -93,8 +102,8 @@ def is_conversation_of_both(pair, number: int) -> bool:
     answers += [chat(pair.decode, text, answers[0]["session_id"]) for text in said[1:]]
     fish = long(f"fish {number}")
     reply = pair.decode.post("/v1/chat/completions", {"messages": [{"role": "user", "content": fish}], **SHORT}).json()
-    assert [text_of(one) for one in answers] == alone(*said)
-    assert reply["choices"][0]["message"]["content"] == alone(fish)[0]
+    texts = [text_of(one) for one in answers], [reply["choices"][0]["message"]["content"]]
+    assert list(texts) == alone(said, [fish])
     asked = pair.asked()
     if asked["failures"] != before["failures"]:
         return False
@@ -116,7 +125,8 @@ def test_a_conversation_over_both_says_what_one_server_says(pair):
 def test_a_prefill_server_that_ends_in_the_middle_costs_time_alone(pair):
     """It is stopped, killed while a request waits for it, gone, and back."""
     before = pair.asked()["failures"]
-    expected = {topic: alone(long(topic))[0] for topic in ("car", "bike", "boat", "train", "plane")}
+    topics = ("car", "bike", "boat", "train", "plane")
+    expected = {topic: text for topic, [text] in zip(topics, alone(*([long(one)] for one in topics)), strict=True)}
 
     def failed(cause: str) -> int:
         return pair.asked()["failures"].get(cause, 0) - before.get(cause, 0)
@@ -146,20 +156,20 @@ def test_a_prefill_server_that_ends_in_the_middle_costs_time_alone(pair):
 
 
 def test_a_shared_tier_that_is_gone_costs_time_alone(pair):
+    [[horse], [cow]] = alone([long("horse")], [long("cow")])
     pair.redis.restart()  # empty
-    assert text_of(chat(pair.decode, long("horse"))) == alone(long("horse"))[0]
+    assert text_of(chat(pair.decode, long("horse"))) == horse
     pair.redis.kill()
-    assert text_of(chat(pair.decode, long("cow"))) == alone(long("cow"))[0]
+    assert text_of(chat(pair.decode, long("cow"))) == cow
     pair.redis.start()
 
 
 def test_a_server_of_another_fleet_is_not_let_in(pair, monkeypatch):
     monkeypatch.setenv("KVSTORE_FLEET_SECRET", SECRET_TEXT[::-1])
-    tiers = {"hbm": "4MiB", "cpu": "8MiB", "remote": pair.redis.url, "role": "decode", "prefill_url": pair.url}
-    with serving(engine={"cache_tiers": tiers}) as stranger:
+    with pair.decoding() as stranger:
         wait_until(lambda: "prefill_degraded" in stranger.get("/health").json()["reasons"], "its first probe")
         assert "401 invalid_api_key" in stranger.engine.stats()["remote"]["prefill"]["degraded"]
-        assert text_of(chat(stranger, long("pig"))) == alone(long("pig"))[0]
+        assert [[text_of(chat(stranger, long("pig")))]] == alone([long("pig")])
 
 
 # -- POST /prefill ---------------------------------------------------------------------------------------------------
@@ -171,16 +181,13 @@ def redis(tmp_path_factory):
     server.kill()
 
 
-@pytest.fixture(scope="module", params=["cpu", "disk"])
-def server(request, redis, tmp_path_factory):
-    os.environ["KVSTORE_FLEET_SECRET"] = SECRET_TEXT
+@pytest.fixture(scope="module")
+def server(redis, secret, tmp_path_factory):
+    """With a disk, which the one above has not."""
     tiers = {"hbm": "8MiB", "cpu": "8MiB", "remote": redis.url, "role": "prefill"}
-    if request.param == "disk":
-        tiers |= {"disk": "32MiB", "path": tmp_path_factory.mktemp("store")}
-    redis.ask("FLUSHALL")
+    tiers |= {"disk": "32MiB", "path": tmp_path_factory.mktemp("store")}
     with serving(engine={"cache_tiers": tiers}, fleet_key=fleet_key_of({"cache_tiers": tiers}), api_key=KEY) as found:
         yield found
-    del os.environ["KVSTORE_FLEET_SECRET"]
 
 
 def ask(server, key=None, **more):

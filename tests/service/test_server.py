@@ -22,7 +22,7 @@ from kvstore.service.api.answering import EventStream
 from kvstore.service.http.errors import Route
 from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
-from tests.support.service.server_process import launch, launched
+from tests.support.service.server_process import launched
 from tests.support.service.serving import raw_request, read_answer, serving
 from tests.support.service.talking import LONG, Stream
 from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
@@ -222,8 +222,8 @@ for log_format in ("text", "json", "text"):
 
 @pytest.fixture(scope="module")
 def process():
-    """A process that serves three times, one after the other, and prints each exit code."""
-    command = [sys.executable, "-c", SERVES]
+    """A process that serves three times, one after the other, and prints each exit code. SIGHUP is ignored in it."""
+    command = ["nohup", sys.executable, "-c", SERVES]
     found = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     yield found
     found.kill()
@@ -238,12 +238,15 @@ def line_with(process, word: str) -> str:
 
 @contextmanager
 def streaming(process):
-    """While a stream of the server that gets ready next runs; that server's first line."""
+    """While streams of the server that gets ready next run, the second since SIGHUP; that server's first line."""
     ready = line_with(process, "ready")
-    port = re.search(r"127\.0\.0\.1:(\d+)", ready)[1]
-    with urlopen(f"http://127.0.0.1:{port}/stream", timeout=TIMEOUT_S) as reply:
+    url = f"http://127.0.0.1:{re.search(r'127[.]0[.]0[.]1:([0-9]+)', ready)[1]}/stream"
+    with urlopen(url, timeout=TIMEOUT_S) as reply:
         assert reply.readline() == b'data: {"n":1}\n'
-        yield ready
+        process.send_signal(signal.SIGHUP)
+        with urlopen(url, timeout=TIMEOUT_S) as other:
+            assert other.readline() == b'data: {"n":1}\n'
+            yield ready
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -264,26 +267,11 @@ def test_a_second_signal_ends_it_at_once(process):
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 
 
-def test_systemd_is_told_when_it_is_ready_and_when_it_stops_and_under_nohup_a_closed_terminal_is_no_signal(tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(TIMEOUT_S)
-        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
-        server = launch(tmp_path / "store", environment=environment, within=("nohup",))
-        try:
-            assert manager.recv(100) == b"READY=1"
-            server.process.send_signal(signal.SIGHUP)
-            assert server.get("/health").status == 200
-            server.process.send_signal(signal.SIGTERM)
-            assert manager.recv(100) == b"STOPPING=1"
-            assert server.process.wait(TIMEOUT_S) == 0
-        finally:
-            server.kill()
-
-
-def test_keys_come_and_go_while_streams_run(tmp_path):
-    keys = tmp_path / "keys"
+def test_keys_come_and_go_while_streams_run_and_systemd_hears_of_its_begin_and_its_end(tmp_path):
+    keys, manager = tmp_path / "keys", socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     keys.touch(0o600)
+    manager.bind(str(tmp_path / "notify"))
+    manager.settimeout(TIMEOUT_S)
 
     def change(text: str, told: str) -> None:
         keys.write_text(text)
@@ -291,7 +279,9 @@ def test_keys_come_and_go_while_streams_run(tmp_path):
         wait_until(lambda: told in server.log.read_text(), told)
 
     keys.write_text("anna:key-of-anna\nbert:key-of-bert\n")
-    with launched(tmp_path / "store", "--api-key-file", str(keys)) as server:
+    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+    with manager, launched(tmp_path / "store", "--api-key-file", str(keys), environment=environment) as server:
+        assert manager.recv(100) == b"READY=1"
         of_anna, of_bert, of_clara = (replace(server, key=f"key-of-{name}") for name in ("anna", "bert", "clara"))
         answers = [Stream(one, "/chat", {"message": "Count.", **LONG}) for one in (of_anna, of_bert)]
         assert all(isinstance(answer.next(), dict) for answer in answers)
@@ -307,6 +297,9 @@ def test_keys_come_and_go_while_streams_run(tmp_path):
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: "No such file or directory; the keys of before stay" in server.log.read_text())
         assert [one.get("/sessions").status for one in (server, of_anna, of_bert)] == [200, 401, 200]
+        server.process.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
+        assert server.process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("flags, line", [

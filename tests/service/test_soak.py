@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,27 +19,18 @@ import psutil
 import pytest
 
 from kvstore import Engine
+from tests.support.service.clients import Client, HistoryClient, Progress, SessionClient
 from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end, serving
-from tests.support.service.talking import LONG, SHORT, Stream, chat, tenants
+from tests.support.service.talking import LONG, SHORT, WRONG, Stream, chat, tenants
 from tests.support.waiting import TIMEOUT_S, wait_until
 
-NUM_CLIENTS, LEAST_EACH = 6, 10
+LEAST_EACH = 6
 SECONDS, LONG_SECONDS = 3.0, 300.0  # of each of the two parts
 DISK_BYTES = 8 * 2**20
 TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": DISK_BYTES}
 GROWTH_BYTES = 100 * 2**20
 WORDS = "the sea a long walk in the evening with an old friend who likes to talk about ships and their people".split()
-WRONG = [
-    ("/chat", b"{"), ("/chat", b""), ("/chat", b"[]"), ("/chat", b"[" * 50_000), ("/chat", b'{"message": "\xff"}'),
-    ("/chat", {"message": 5}), ("/chat", {"message": "a", "temperature": -1}), ("/chat", {"message": "a", "n": 3}),
-    ("/chat", {"message": "a", "session_id": "../x"}), ("/chat", {"message": "a", "session_id": "0" * 32}),
-    ("/chat", {"message": "word " * 3000, "truncation": "disabled"}), ("/chat", b'{"temperature": 1e999}'),
-    ("/v1/chat/completions", {"messages": []}), ("/v1/chat/completions", {"messages": [{"role": "king"}]}),
-    ("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
-    ("/v1/completions", {"prompt": [10**9]}), ("/v1/completions", {"prompt": "a", "max_tokens": 2**63}),
-    ("/v1/responses", {"input": "a", "previous_response_id": "resp_x_1"}), ("/nowhere", {}), ("/sessions", {}),
-]  # fmt: skip
-NUM_TURNS = 12
+NUM_TURNS = 8
 LOOKED_AT = ("kvstore.service", "kvstore.engine", "aiohttp", "asyncio", "_asyncio")
 
 
@@ -55,41 +47,32 @@ def raw(server: Serving, body: dict, path: str = "/chat") -> bytes:
     return raw_request("POST", path, json.dumps(body).encode(), Authorization=key, Connection="close")
 
 
-class Client:
-    """One person with a few sessions, who does something else each time."""
+class Trouble(Client):
+    """One person with a few sessions, who does something else each time, and much of it wrong."""
 
-    def __init__(self, server: Serving, seed: int) -> None:
-        self._server = server
-        self._rng = random.Random(seed)
+    def __init__(self, name: str, progress: Progress) -> None:
+        super().__init__(name, progress)
         self._sessions: list[str] = []
         self._responses: list[str] = []
-        self._history: list[dict[str, str]] = []
-        self.statuses: Counter[tuple[str, int]] = Counter()
 
-    def run(self, until_s: float) -> None:
-        """Until then, and until it has done enough, however slow this machine is."""
-        least = self.statuses.total() + LEAST_EACH
-        while (
-            time.monotonic() < until_s
-            or self.statuses.total() < least
-            or not (self.statuses["talk", 200] and self.statuses["stream", 200])
-        ):
-            (action,) = self._rng.choices(list(ACTIONS), list(ACTIONS.values()))
-            action(self)
+    def step(self, server: Serving) -> bool:
+        self._server = server
+        (action,) = self.rng.choices(list(ACTIONS), list(ACTIONS.values()))
+        action(self)
+        return True
 
     # -- what all actions use ----------------------------------------------------------------------------------------
     def _session(self) -> str | None:
-        return self._rng.choice(self._sessions) if self._sessions else None
+        return self.rng.choice(self._sessions) if self._sessions else None
 
     def _body(self) -> dict:
-        session_id = self._session() if self._rng.random() < 0.7 else None
+        session_id = self._session() if self.rng.random() < 0.7 else None
         named = {} if session_id is None else {"session_id": session_id}
-        return {"message": text(self._rng), **sampled(self._rng), **named}
+        return {"message": text(self.rng), **sampled(self.rng), **named}
 
-    def _expect(self, name: str, reply: Reply, *statuses: int) -> bool:
+    def _expect(self, reply: Reply, *statuses: int) -> bool:
         """Whether it succeeded. 429 and 503 are the server's right."""
-        self.statuses[name, reply.status] += 1
-        assert reply.status in (*statuses, 429, 503), (name, reply.status, reply.body[:500])
+        assert reply.status in (*statuses, 429, 503), (reply.status, reply.body[:500])
         return reply.status in (200, 202)
 
     def _keep(self, session_id: str) -> None:
@@ -99,77 +82,57 @@ class Client:
     # -- turns -------------------------------------------------------------------------------------------------------
     def talk(self) -> None:
         """Perhaps twice the same, as a retry."""
-        key = {"Idempotency-Key": f"{self._rng.getrandbits(64)}"}
-        body, num_times = self._body(), self._rng.choice((1, 1, 1, 2))
+        key = {"Idempotency-Key": f"{self.rng.getrandbits(64)}"}
+        body, num_times = self._body(), self.rng.choice((1, 1, 1, 2))
         replies = [self._server.request("POST", "/chat", body, key) for _ in range(num_times)]
-        succeeded = [self._expect("talk", reply, 200, 409) for reply in replies]
+        succeeded = [self._expect(reply, 200, 409) for reply in replies]
         if all(succeeded):
             assert replies[0].json() == replies[-1].json()
             self._keep(replies[0].json()["session_id"])
 
-    def talk_in_a_stream(self) -> None:
-        stream = Stream(self._server, "/chat", self._body())
-        events = stream.rest()
-        self.statuses["stream", stream.status] += 1
-        if stream.status == 200:
-            assert events[-1] == "[DONE]" and "error" not in events[-2], events[-2]
-            self._keep(events[-2]["session_id"])
-
-    def quote(self) -> None:
-        if len(self._history) > 8:
-            del self._history[: self._rng.choice((2, 4, len(self._history)))]
-        asked = [*self._history, {"role": "user", "content": text(self._rng)}]
-        body = {"messages": asked, **sampled(self._rng)}
-        reply = self._server.post("/v1/chat/completions", body)
-        if self._expect("quote", reply, 200, 400):
-            self._history = [*asked, reply.json()["choices"][0]["message"]]
-        else:
-            self._history = []
-
     def respond(self) -> None:
-        body = {"input": text(self._rng), "max_output_tokens": 16, "truncation": "auto"}
-        if self._responses and self._rng.random() < 0.7:
-            body["previous_response_id"] = self._rng.choice(self._responses)
-        if self._rng.random() < 0.2:
+        body = {"input": text(self.rng), "max_output_tokens": 16, "truncation": "auto"}
+        if self._responses and self.rng.random() < 0.7:
+            body["previous_response_id"] = self.rng.choice(self._responses)
+        if self.rng.random() < 0.2:
             body["store"] = False
         reply = self._server.post("/v1/responses", body)
-        if self._expect("respond", reply, 200, 404) and body.get("store") is None:
+        if self._expect(reply, 200, 404) and body.get("store") is None:
             self._responses = [*self._responses[-3:], reply.json()["id"]]
 
     def complete(self) -> None:
-        prompts = [text(self._rng) for _ in range(self._rng.randrange(1, 4))]
-        salt, n = self._rng.choice((None, "s")), self._rng.randrange(1, 4)
-        body = {"prompt": prompts, "n": n, "cache_salt": salt, **sampled(self._rng)}
+        prompts = [text(self.rng) for _ in range(self.rng.randrange(1, 4))]
+        salt, n = self.rng.choice((None, "s")), self.rng.randrange(1, 4)
+        body = {"prompt": prompts, "n": n, "cache_salt": salt, **sampled(self.rng)}
         reply = self._server.post("/v1/completions", body)
-        if self._expect("complete", reply, 200):
+        if self._expect(reply, 200):
             assert len(reply.json()["choices"]) == len(prompts) * n
 
     # -- trouble -----------------------------------------------------------------------------------------------------
     def say_nonsense(self) -> None:
-        path, body = self._rng.choice(WRONG)
+        path, body = self.rng.choice(WRONG)
         reply = self._server.request("POST", path, body)
-        self._expect("nonsense", reply, 400, 404, 405)
+        self._expect(reply, 400, 404, 405)
         assert set(reply.error) == {"message", "type", "param", "code"}
 
     def leave(self) -> None:
         """In the middle of a stream; the turn is not stored."""
-        stream = Stream(self._server, self._rng.choice(("/chat", "/v1/responses")), {**self._body(), "input": "a"})
-        for _ in range(self._rng.randrange(4)):
+        stream = Stream(self._server, self.rng.choice(("/chat", "/v1/responses")), {**self._body(), "input": "a"})
+        for _ in range(self.rng.randrange(4)):
             stream.next()
         stream.leave()
-        self.statuses["leave", stream.status] += 1
 
     def leave_before_the_answer(self) -> None:
         """Perhaps before the end of its own request."""
         request = raw(self._server, {**self._body(), "max_tokens": 200})
         with self._server.connect() as wire:
-            wire.sendall(request[: self._rng.choice((1, 20, len(request) - 1, len(request)))])
-            if self._rng.random() < 0.3:
+            wire.sendall(request[: self.rng.choice((1, 20, len(request) - 1, len(request)))])
+            if self.rng.random() < 0.3:
                 wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset instead of an end
 
     def read_slowly(self) -> None:
         """Longer than the server waits for a reader."""
-        body = {"prompt": text(self._rng), **sampled(self._rng), "max_tokens": 400, "stream": True, "n": 4}
+        body = {"prompt": text(self.rng), **sampled(self.rng), "max_tokens": 400, "stream": True, "n": 4}
         with self._server.connect(receive_bytes=2048) as wire:
             wire.sendall(raw(self._server, body, "/v1/completions"))
             time.sleep(0.6)
@@ -189,42 +152,51 @@ class Client:
     # -- sessions ----------------------------------------------------------------------------------------------------
     def look(self) -> None:
         for path in ("/health", "/sessions", "/metrics", f"/sessions/{self._session() or 'none'}"):
-            self._expect("look", self._server.get(path), 200, 404)
+            self._expect(self._server.get(path), 200, 404)
 
     def change(self) -> None:
         if (session_id := self._session()) is None:
             return
-        verb = self._rng.choice(("fork", "fork", "truncate", "truncate", "prefetch"))
-        body = {"turns": self._rng.randrange(3)} if verb == "truncate" else {}
+        verb = self.rng.choice(("fork", "fork", "truncate", "truncate", "prefetch"))
+        body = {"turns": self.rng.randrange(3)} if verb == "truncate" else {}
         reply = self._server.post(f"/sessions/{session_id}/{verb}", body)
-        if self._expect(verb, reply, 202 if verb == "prefetch" else 200, 404, 409) and verb == "fork":
+        if self._expect(reply, 202 if verb == "prefetch" else 200, 404, 409) and verb == "fork":
             self._keep(reply.json()["id"])
 
     def stop(self) -> None:
         stream = Stream(self._server, "/chat", {**self._body(), "max_tokens": 300})
         if isinstance(event := stream.next(), dict) and "session_id" in event:
-            self._expect("stop", self._server.post(f"/sessions/{event['session_id']}/stop"), 200, 404)
+            self._expect(self._server.post(f"/sessions/{event['session_id']}/stop"), 200, 404)
         stream.rest()
-        self.statuses["stopped", stream.status] += 1
 
     def delete(self) -> None:
         if len(self._sessions) > 2:
-            session_id = self._sessions.pop(self._rng.randrange(len(self._sessions)))
-            self._expect("delete", self._server.request("DELETE", f"/sessions/{session_id}"), 200)
+            session_id = self._sessions.pop(self.rng.randrange(len(self._sessions)))
+            self._expect(self._server.request("DELETE", f"/sessions/{session_id}"), 200)
             assert self._server.get(f"/sessions/{session_id}").status == 404
 
 
 ACTIONS = {
-    Client.talk: 8, Client.talk_in_a_stream: 6, Client.quote: 4, Client.respond: 3, Client.complete: 2,
-    Client.say_nonsense: 4, Client.leave: 5, Client.leave_before_the_answer: 3, Client.read_slowly: 1,
-    Client.flood: 1, Client.look: 3, Client.change: 5, Client.delete: 3, Client.stop: 2,
+    Trouble.talk: 8, Trouble.respond: 3, Trouble.complete: 2,
+    Trouble.say_nonsense: 4, Trouble.leave: 5, Trouble.leave_before_the_answer: 3, Trouble.read_slowly: 1,
+    Trouble.flood: 1, Trouble.look: 3, Trouble.change: 5, Trouble.delete: 3, Trouble.stop: 2,
 }  # fmt: skip
 
 
-def run_all(clients: list[Client], seconds: float) -> None:
+def run(client: Client, server: Serving, until_s: float) -> None:
+    """Until then, and until it has done enough, however slow this machine is."""
+    num_done = 0
+    while time.monotonic() < until_s or num_done < LEAST_EACH:
+        num_done += client.step(server)
+
+
+def run_all(clients: list[Client], servers: Sequence[Serving], seconds: float) -> None:
+    """Every second one is the other tenant's."""
     with ThreadPoolExecutor(len(clients)) as pool:
-        for running in [pool.submit(client.run, time.monotonic() + seconds) for client in clients]:
-            running.result(seconds + 3 * TIMEOUT_S)
+        until_s = time.monotonic() + seconds
+        talking = [pool.submit(run, client, servers[number % 2], until_s) for number, client in enumerate(clients)]
+        for one in talking:
+            one.result(seconds + 3 * TIMEOUT_S)
 
 
 class Held:
@@ -265,11 +237,12 @@ def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
     factory = (lambda: Engine(device="cpu", process="own", **engine)) if is_remote else None
     limits = {"max_queue": 24, "write_timeout_s": 0.3, "admin_key": ADMIN_KEY}
     with tenants(tmp_path, engine=engine, engine_factory=factory, **limits) as servers:
-        clients = [Client(servers[number % 2], number) for number in range(NUM_CLIENTS)]
-        run_all(clients, seconds)
+        kinds, progress = (Trouble, Trouble, SessionClient, HistoryClient, Trouble, Trouble, SessionClient), Progress()
+        clients = [kind(f"client {number}", progress) for number, kind in enumerate(kinds)]
+        run_all(clients, servers, seconds)
         check_idle(list(servers), store)
         before = Held()
-        run_all(clients, seconds)
+        run_all(clients, servers, seconds)
         check_idle(list(servers), store)
         after = Held()
         assert after.num_threads <= before.num_threads + 2

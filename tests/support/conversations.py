@@ -3,7 +3,6 @@
 from unittest import mock
 
 from kvstore import Engine
-from kvstore.blocks.ids import extend_chain
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.errors import StoreError
 from tests.support.engines import check_closed, greedy
@@ -60,13 +59,6 @@ def nothing_is_left(engine: Engine) -> bool:
     caches = [cache for layer in engine.loop.runner.caches for cache in layer]
     is_zero = not any(bool(cache.any()) for cache in caches)
     return is_zero and num_stored(engine) == 0 and engine.loop.pool.num_cached == 0
-
-
-def head_chain(engine: Engine, chat: ChatSession) -> list[bytes]:
-    """Ids of the blocks of the system prompt."""
-    chain: list[bytes] = []
-    extend_chain(chain, engine.facts.root(""), engine.chats.language.template.head_ids(chat.window.system), 16)
-    return chain
 
 
 def kv_of(engine: Engine, chain: list[bytes]) -> dict[bytes, list[bytes]]:

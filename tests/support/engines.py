@@ -105,6 +105,12 @@ def evict_cpu(engine) -> None:
         engine.connector.parts.cpu.pool.evict_all()
 
 
+def evict_memory(engine) -> None:
+    """Everything is where it was written to alone."""
+    evict_cpu(engine)
+    engine.loop.call(engine.loop.pool.evict_all)
+
+
 def tokens(seed: int, count: int, vocab: int = 160) -> list[int]:
     """Token ids that no other seed gives."""
     rng = random.Random(seed)

@@ -51,7 +51,6 @@ class FakeStore(NullConnector):
         self.loadable: dict[bytes, list[int]] = {}  # block id -> the keys of its tokens
         self.pending: set[bytes] = set()
         self.block_size = 0
-        self.calls: list[tuple] = []
         self._matches: dict[str, list[bytes]] = {}
         self._chains: dict[str, tuple[bytes, ...]] = {}
         self._may_load: dict[str, bool] = {}
@@ -59,7 +58,6 @@ class FakeStore(NullConnector):
 
     def on_new_request(self, request):
         found = super().on_new_request(request)
-        self.calls.append(("new", request.request_id, len(request.chain)))
         self._chains[request.request_id] = request.chain
         self._may_load[request.request_id] = request.may_load
         missing = request.chain[request.num_hbm_tokens // self.block_size :]
@@ -83,16 +81,11 @@ class FakeStore(NullConnector):
         assert num_external_tokens == len(found) * self.block_size
         assert len(block_numbers) == len(found)
         self._loads += [Load(b, 0, 0, i) for b, i in zip(block_numbers, found, strict=True)]
-        self.calls.append(("alloc", request_id, num_external_tokens))
 
     def build_connector_meta(self, spans):
         super().build_connector_meta(spans)
         loads, self._loads = self._loads, []
         return TransferPlan(tuple(loads)) if loads else None
-
-    def request_finished(self, request_id, answer=None, new_ids=(), new_tokens=()):
-        super().request_finished(request_id, answer, new_ids, new_tokens)
-        self.calls.append(("finished", request_id))
 
 
 class House:

@@ -19,18 +19,24 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
+def may_mount() -> bool:
+    """Whether a file system can be mounted here, in a namespace of its own."""
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 def python_on_a_tmpfs(options: str, code: str, folder: Path) -> str:
     """What it prints. Its argument is a folder of which it alone sees that a tmpfs is mounted there; skips where that
     is not allowed.
     """
-    mount = f'mount -t tmpfs -o {options} none "$0" || exit 77; exec "$@"'
-    command = ["unshare", "-Urm", "sh", "-c", mount, str(folder), sys.executable, "-c", code, str(folder)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except FileNotFoundError:
-        pytest.skip("no unshare")
-    if done.returncode == 77 or "unshare" in done.stderr:
+    if not may_mount():
         pytest.skip("no tmpfs can be mounted here")
+    mount = f'mount -t tmpfs -o {options} none "$0" && exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", mount, str(folder), sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

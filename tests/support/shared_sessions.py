@@ -1,6 +1,7 @@
 """Stores of sessions that share a Redis, as servers of one fleet have them."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvstore.remote.address import RedisAddress
@@ -45,4 +46,6 @@ def answers_without_a_store(said: list[list[str]], max_tokens: int) -> list[list
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with Engine(cache_tiers=CacheTiers(hbm="16MiB"), device="cpu") as engine:
         talks = [engine.chat(f"talk-{index}") for index in range(len(said))]
-        return [[talk.send(text, params).text for text in texts] for talk, texts in zip(talks, said, strict=True)]
+        with ThreadPoolExecutor(8) as together:
+            sent = together.map(lambda talk, texts: [talk.send(text, params).text for text in texts], talks, said)
+            return list(sent)

@@ -11,7 +11,6 @@ import queue
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,20 +52,17 @@ class SimulatedStreams:
     """`kvstore.memory.streams.Streams` on CPU tensors. most_delay_s: before each piece of work; 0 for none. slow: a
     queue that is always slower than the others.
 
-    computes_here: the computation is not a queue but the thread that calls, as a model on a CPU.
     fail_launch: called before work is taken, with its queue; what it raises, `launch` raises. Work that raises is a
     device that fails: nothing runs any more, and whatever asks for an event gets an error.
     """
 
     def __init__(
-        self, seed: int = 0, most_delay_s: float = 0.001, broken: Broken | None = None, slow: Queue | None = None,
-        computes_here: bool = False,
-    ) -> None:  # fmt: skip
+        self, seed: int = 0, most_delay_s: float = 0.001, broken: Broken | None = None, slow: Queue | None = None
+    ) -> None:
         self.broken = broken or Broken()
         self.error: Exception | None = None
         self.fail_launch: Callable[[Queue], None] = lambda place: None
-        self.counts: Counter[str] = Counter()
-        self._most_delay_s, self._slow, self._computes_here = most_delay_s, slow, computes_here
+        self._most_delay_s, self._slow = most_delay_s, slow
         self._queues: dict[Queue, queue.SimpleQueue[Callable[[], object] | None]] = {
             place: queue.SimpleQueue() for place in Queue
         }
@@ -84,14 +80,8 @@ class SimulatedStreams:
     def record(self, place: Queue) -> SimulatedEvent:
         self.check()
         event = SimulatedEvent(self, place)
-        self._give(place, lambda: self._reach(event))
+        self._queues[place].put(lambda: self._reach(event))
         return event
-
-    def _give(self, place: Queue, item: Callable[[], object]) -> None:
-        if place is Queue.COMPUTE and self._computes_here:
-            item()
-        else:
-            self._queues[place].put(item)
 
     @staticmethod
     def _reach(event: SimulatedEvent) -> None:
@@ -100,15 +90,13 @@ class SimulatedStreams:
 
     def wait(self, place: Queue, event: SimulatedEvent) -> None:
         self.check()
-        self.counts[f"{place.value} waits for {event.place.value}"] += 1
         if (place, event.place) not in self.broken.waits:
-            self._give(place, lambda: event.flag.wait(TIMEOUT_S))
+            self._queues[place].put(lambda: event.flag.wait(TIMEOUT_S))
 
     def launch(self, place: Queue, work: Callable[[], object]) -> None:
         self.check()
         self.fail_launch(place)
-        self.counts[f"{place.value} works"] += 1
-        self._give(place, lambda: self._work(work))
+        self._queues[place].put(lambda: self._work(work))
 
     def synchronize(self) -> None:
         """Returns when all that was given so far has ended."""

@@ -1,4 +1,4 @@
-"""A proxy before a server that does to its answers what networks do: cuts, delays, truncates, flips, slows down."""
+"""A proxy before a server that does to its answers what networks do: cuts, truncates, flips, slows down."""
 
 import math
 import socket
@@ -14,17 +14,15 @@ from tests.support.waiting import wait_until
 class Faults:
     """What happens to answers from now on. Counted in bytes of all answers of a connection.
 
-    delay_s: before each piece. cut_after: the connection is closed there. lost_at: one byte of there is left out.
-    flipped_at: a bit of the byte there. bytes_per_s: both ways. refuses: new connections are closed at once.
-    asks_held_after: no more goes to the server than so many of `num_asked_bytes` and what they came with.
+    cut_after: the connection is closed there. lost_at: one byte of there is left out. flipped_at: a bit of the byte
+    there. bytes_per_s: both ways. asks_held_after: no more goes to the server than so many of `num_asked_bytes` and
+    what they came with.
     """
 
-    delay_s: float = 0.0
     cut_after: int | None = None
     lost_at: int | None = None
     flipped_at: int | None = None
     bytes_per_s: float | None = None
-    refuses: bool = False
     asks_held_after: int | None = None
 
 
@@ -33,7 +31,7 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self.faults = Faults()
-        self.num_connections = self.num_asked_bytes = 0
+        self.num_asked_bytes = 0
         self._to = port
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -76,13 +74,12 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            self.num_connections += 1
             try:
                 server = socket.create_connection(("127.0.0.1", self._to))
             except OSError:
                 server = None
             self._open += [client] if server is None else [client, server]
-            if server is None or self.faults.refuses:
+            if server is None:
                 client.shutdown(socket.SHUT_RDWR)
                 continue
             self._start(self._carry, client, server, False)
@@ -109,7 +106,6 @@ class Proxy:
 
     def _spoiled(self, piece: bytes, position: int) -> bytes:
         faults, found = self.faults, bytearray(piece)
-        time.sleep(faults.delay_s)
         if faults.flipped_at is not None and position <= faults.flipped_at < position + len(piece):
             found[faults.flipped_at - position] ^= 1
         if faults.cut_after is not None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.blocks.ids import Lineage, lineage_root
 from kvstore.blocks.pool import BlockPool
-from kvstore.engine.core.kv_cache_manager import Allocation, KVCacheManager
+from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request
 from kvstore.engine.sampling_params import SamplingParams
 
@@ -94,19 +94,6 @@ def test_free_hits_are_not_counted_as_room():
     assert not manager.admit(second, hits, 8)
     assert manager.pool.num_free == 3
     assert manager.admit(second, hits, 4)
-
-
-def test_allocate_grows_the_table_when_a_block_is_full(manager):
-    request = new_request("r", list(range(7)))
-    run_prompt(manager, request)
-    table = list(request.block_numbers)
-    request.append(7)
-    assert manager.allocate(request, 1).block_numbers == ()
-    compute(manager, request, 1)
-    request.append(8)
-    allocation = manager.allocate(request, 1)
-    assert allocation == Allocation(2, (request.block_numbers[2],))
-    assert request.block_numbers == [*table, *allocation.block_numbers]
 
 
 def test_two_requests_that_compute_the_same_block_keep_one_id(manager):

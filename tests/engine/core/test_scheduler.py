@@ -16,14 +16,7 @@ from kvstore.engine.core.tenants import TenantQueues
 from kvstore.engine.sampling_params import SamplingParams
 from tests.support.house import ROOT, FakeStore, House, expected_answer, steps_of
 
-
 # -- the budget ------------------------------------------------------------------------------------------------------
-def test_a_prompt_is_computed_and_answered_by_the_plain_loop():
-    house, prompt = House(), list(range(10))
-    house.add("a", prompt, 6)
-    house.run()
-    house.check_answer("a", prompt, 6)
-    assert house.computed == {"a": 10 + 5}  # the last token's KV is never needed
 
 
 def test_a_long_prompt_goes_in_chunks_and_samples_only_at_its_end():
@@ -46,16 +39,6 @@ def test_decode_and_prefill_share_one_budget():
     house.run()
     house.check_answer("a", list(range(5)), 9)
     house.check_answer("b", list(range(50, 80)), 3)
-
-
-def test_running_requests_go_before_waiting_ones():
-    house = House(budget=8)
-    house.add("long", list(range(24)), 2)
-    house.step()
-    house.add("short", [90, 91])
-    assert list(steps_of(house.step())) == ["long"]
-    assert steps_of(house.step()) == {"long": (16, 8, 1)}
-    assert steps_of(house.step()) == {"long": (24, 1, 1), "short": (0, 2, 1)}
 
 
 # -- order -----------------------------------------------------------------------------------------------------------

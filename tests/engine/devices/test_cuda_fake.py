@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -96,8 +97,8 @@ SAMPLING = [
 ]
 
 
-def test_every_way_to_sample(tmp_path, monkeypatch):
-    model, prompts = save_model(tmp_path / "model", **SMALL), [tokens(seed, 5 + seed) for seed in range(4)]
+def test_every_way_to_sample(saved_model, tmp_path, monkeypatch):
+    model, prompts = saved_model(**SMALL), [tokens(seed, 5 + seed) for seed in range(4)]
 
     def answers(engine) -> list[list[list[int]]]:
         with engine:
@@ -110,9 +111,9 @@ def test_every_way_to_sample(tmp_path, monkeypatch):
         assert answers(engine_on_cuda(model, **options)) == expected
 
 
-def test_a_conversation_that_outgrows_its_window_and_is_deleted(tmp_path, monkeypatch):
+def test_a_conversation_that_outgrows_its_window_and_is_deleted(saved_model, tmp_path, monkeypatch):
     """Loads at new positions, and what is erased."""
-    model, greedy_turn = save_model(tmp_path / "model", tokenizer=True, **SMALL), greedy(4)
+    model, greedy_turn = saved_model(tokenizer=True, **SMALL), greedy(4)
     options = {"block_size": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
 
     def talk(engine) -> list[tuple[list[int], int]]:
@@ -136,8 +137,8 @@ def test_a_conversation_that_outgrows_its_window_and_is_deleted(tmp_path, monkey
 
 
 @pytest.mark.parametrize("has_triton", WAYS)
-def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
-    model = save_model(tmp_path / "model", **TINY)
+def test_the_pool_is_sized_by_what_is_free(saved_model, has_triton, tmp_path, monkeypatch):
+    model = saved_model(**TINY)
     monkeypatch.setattr("kvstore.engine.model.devices.CUDA_WINDOWS", 1 << 40)
     with device(monkeypatch, has_triton), engine_on_cuda(model, hbm="auto", **ONE) as engine:
         num_bytes = engine.loop.pool.num_blocks * engine.facts.block_bytes
@@ -146,12 +147,12 @@ def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
 
 
 @needs_triton
-def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
+def test_no_step_waits_for_the_device(saved_model, tmp_path, monkeypatch):
     """Its sample is read once the next step was launched; whatever else the host waited for would cost every step.
 
     The prompt's replay is padded by tokens that belong to no request: kernels leave them out, nobody attends to them.
     """
-    model, prompt = save_model(tmp_path / "model", **TINY), tokens(5, 7)
+    model, prompt = saved_model(**TINY), tokens(5, 7)
     plain = Plain(model, block_size=4)
     expected = plain(prompt, 3)
     plain.engine.close()
@@ -242,13 +243,9 @@ def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch):
             capturer.capture(work, None)
         assert driver.pool is None and driver.recording is None and torch.cuda.current_stream() is stream
         capturer.capture(work, None)()
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: _raise(FakeCudaError("CUDA error: unspecified")))
+        monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock(side_effect=FakeCudaError("CUDA error: unspecified")))
         with pytest.raises(KVStoreError, match=r"not work any more \(CUDA error: unspecified\); .*--enforce-eager"):
             capturer._end_capture()
-
-
-def _raise(error: Exception):
-    raise error
 
 
 def test_padding_is_skipped_where_there_are_no_kernels(monkeypatch):

@@ -25,7 +25,7 @@ from kvstore.kernels.paged_batch import start_to_host
 from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
 from tests.support import fake_cuda
 from tests.support.by_hand import crawling
-from tests.support.engines import Plain, ask, cached, evict_hbm, greedy, open_engine, save_model, tokens
+from tests.support.engines import ask, cached, evict_hbm, greedy, open_engine, tokens
 from tests.support.fake_nccl import FakeNccl
 from tests.support.ranks import BOTH, SIZES, check_says, children, is_gone, rank_of
 from tests.support.waiting import wait_until
@@ -60,18 +60,14 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
 
 CASES = [
     pytest.param({"tensor_parallel_size": 2}, True, marks=needs_triton, id="tensor, kernels"),
-    *(pytest.param(SIZES[name], False, id=name) for name in SIZES),
     pytest.param(BOTH, False, id="both"),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "has_triton"), CASES)
-def test_several_devices_say_what_one_process_does(sizes, has_triton, tmp_path, monkeypatch):
+def test_several_devices_say_what_one_process_does(model, plain, sizes, has_triton, tmp_path, monkeypatch):
     """Computed, then loaded by all, and last by one process without a device."""
-    before, model = children(os.getpid()), save_model(tmp_path / "model", **MODEL)
-    plain = Plain(model, block_size=4)
-    answers = [plain(prompt, 4) for prompt in PROMPTS]
-    plain.engine.close()
+    before, answers = children(os.getpid()), [plain(prompt, 4) for prompt in PROMPTS]
     count = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
     with devices(monkeypatch, has_triton, count), engine_on_cuda(model, tmp_path / "store", **sizes) as engine:
         check_says(engine, answers, PROMPTS)
@@ -81,9 +77,8 @@ def test_several_devices_say_what_one_process_does(sizes, has_triton, tmp_path, 
         assert [out.token_ids for out in outs] == answers and all(cached(out)[2] for out in outs)
 
 
-def test_the_pool_is_what_the_fullest_device_has_room_for(tmp_path, monkeypatch):
+def test_the_pool_is_what_the_fullest_device_has_room_for(model, tmp_path, monkeypatch):
     """Each rank runs the largest step to measure it, with the others."""
-    model = save_model(tmp_path / "model", **MODEL)
     beside = TOTAL_BYTES - int(TOTAL_BYTES * CUDA_FRACTION) + MAX_SAVE_BYTES
     free = beside + (100 << 10) - (4 << 20) + (2 << 20)  # reserved, and the peak
     opened = partial(engine_on_cuda, model, tmp_path / "store", "auto", tensor_parallel_size=2)
@@ -93,11 +88,8 @@ def test_the_pool_is_what_the_fullest_device_has_room_for(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(size, tmp_path, monkeypatch):
-    model = save_model(tmp_path / "model", **MODEL)
-    plain, said = Plain(model, block_size=4), list[int]()
-    expected = plain(PROMPTS[0], 200)
-    plain.engine.close()
+def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(model, plain, size, tmp_path, monkeypatch):
+    expected, said = plain(PROMPTS[0], 200), list[int]()
     with devices(monkeypatch), engine_on_cuda(model, tmp_path / "store", max_model_len=256, **SIZES[size]) as engine:
         with crawling(engine), pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
             rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(200))
@@ -109,10 +101,10 @@ def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(size
     assert is_gone(rank)
 
 
-def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(tmp_path, monkeypatch, capfd):
+def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(model, tmp_path, monkeypatch, capfd):
     """Its thread that waits for the device has failed: without its word, this rank waits for the loads for ever."""
     monkeypatch.setenv("FAKE_CUDA_MUTE", "1")
-    opened = partial(engine_on_cuda, save_model(tmp_path / "model", **MODEL), tmp_path / "store", **SIZES["tensor"])
+    opened = partial(engine_on_cuda, model, tmp_path / "store", **SIZES["tensor"])
     with devices(monkeypatch), opened() as engine:
         ask(engine, PROMPTS[0], 4)
         evict_hbm(engine)
@@ -127,8 +119,8 @@ def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(t
     assert "rank 1 of 2: [Errno 105] No buffer space available" in capfd.readouterr().err
 
 
-def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(tmp_path, monkeypatch):
-    model, copied, num_read = save_model(tmp_path / "model", **MODEL), {}, 0
+def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(model, tmp_path, monkeypatch):
+    copied, num_read = {}, 0
 
     def copying(numbers):
         on_host = start_to_host(numbers)
@@ -149,9 +141,8 @@ def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(tmp_path, mo
     assert num_read == 4
 
 
-def test_too_few_devices_are_refused_before_anything_is_started(tmp_path, monkeypatch):
-    before, model = children(os.getpid()), save_model(tmp_path / "model", **MODEL)
-    opened = partial(engine_on_cuda, model, tmp_path / "store")
+def test_too_few_devices_are_refused_before_anything_is_started(model, tmp_path, monkeypatch):
+    before, opened = children(os.getpid()), partial(engine_on_cuda, model, tmp_path / "store")
     too_few = "tensor_parallel_size is 2, but this machine has 3 CUDA devices for 2 x 2"
     with devices(monkeypatch, count=3), pytest.raises(ConfigError, match=too_few):
         opened(**BOTH)

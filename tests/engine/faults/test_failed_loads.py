@@ -18,6 +18,7 @@ from tests.support.engines import (
     counters,
     evict_cpu,
     evict_hbm,
+    evict_memory,
     greedy,
     open_engine,
     settle,
@@ -120,8 +121,7 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
     evict_hbm(engine)
     again = ask(engine, [*prompt, 7], 6)
     assert again.token_ids == plain([*prompt, 7], 6)
-    engine.loop.pool.evict_all()
-    evict_cpu(engine)
+    evict_memory(engine)
     assert ask(engine, [*prompt, 7], 6).token_ids == plain([*prompt, 7], 6)
 
 

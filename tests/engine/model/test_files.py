@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.model.files import check_speaks, find_model, template_text
@@ -82,10 +83,6 @@ def test_commands_find_it_before_anything_is_loaded(tmp_path, capsys, monkeypatc
 
 
 def test_the_given_conversion_makes_a_model_that_is_found(tmp_path):
-    from safetensors.torch import load_file
-
-    from tests.support.engines import save_model
-
     path = Path(save_model(tmp_path / "m"))
     weights = load_file(path / "model.safetensors")
     torch.save(weights, path / "pytorch_model.bin")
@@ -238,13 +235,6 @@ def test_a_model_of_the_hub_is_found_again_without_network(tmp_path, hub):
     assert "no/model is no directory here and not complete in the hub's cache, and the hub cannot be reached" in second
 
 
-def test_no_network_is_one_line(tmp_path):
-    done = run(tmp_path, "http://127.0.0.1:9", "-m", "kvstore.service.command.cli", "chat", "Qwen/Qwen3-0.6B")
-    loading, error = done.stderr.splitlines()
-    assert done.returncode == 1 and loading == "kvstore: loading Qwen/Qwen3-0.6B"
-    assert error.startswith("kvstore: Qwen/Qwen3-0.6B is no directory here") and "cannot be reached" in error
-
-
 def test_a_window_is_refused_where_the_file_alone_says_that_it_is_too_large(tmp_path):
     shutil.copytree(MODEL_DIR, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
@@ -286,8 +276,6 @@ def test_a_tokenizer_that_cannot_be_read_is_one_clear_line(tmp_path):
 
 
 def test_weights_of_a_wrong_shape_are_one_clear_line(tmp_path, capsys):
-    from safetensors.torch import load_file, save_file
-
     file = Path(save_model(tmp_path / "m")) / "model.safetensors"
     capsys.readouterr()
     weights = load_file(file)
@@ -299,8 +287,6 @@ def test_weights_of_a_wrong_shape_are_one_clear_line(tmp_path, capsys):
 
 
 def test_a_checkpoint_with_weights_missing_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     file = Path(save_model(tmp_path / "m")) / "model.safetensors"
     weights = load_file(file)
     weights.pop("model.layers.1.mlp.up_proj.weight")

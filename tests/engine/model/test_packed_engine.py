@@ -19,7 +19,7 @@ from kvstore.kernels import attention
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.attention import DecodeStep
 from kvstore.kernels.cpu.layer import NativeLayer, has_tiles, max_rows
-from tests.support.engines import cached, counters, evict_cpu, evict_hbm, settle, tokens
+from tests.support.engines import cached, counters, evict_hbm, evict_memory, settle, tokens
 from tests.support.packed import (
     DTYPES,
     MODELS,
@@ -202,8 +202,7 @@ def test_a_turn_is_the_same_from_every_tier(model: Stored, path: Path) -> None:
         outputs += engine.answer([question], asking(12))
         evict_hbm(engine.engine)
         outputs += engine.answer([question], asking(12))
-        evict_cpu(engine.engine)
-        engine.engine.loop.pool.evict_all()
+        evict_memory(engine.engine)
         outputs += engine.answer([question], asking(12))
     with watched(model.folder, path, **OPTIONS) as engine:
         outputs += engine.answer([question], asking(12))
@@ -302,8 +301,7 @@ def test_a_truncated_session_reuses_its_keys_at_new_positions(chat_model: Stored
         while not chat.truncated_tokens:
             reference.check(output)
             if is_emptied:
-                evict_cpu(engine.engine)
-                engine.engine.loop.pool.evict_all()
+                evict_memory(engine.engine)
             old, (head, *_) = list(chat.token_ids), chat.window.turn_starts
             output = chat.send(f"This is message number {chat.num_turns}.", asking(10))
         num_dropped = chat.truncated_tokens

@@ -5,6 +5,7 @@
 
 import os
 import signal
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
@@ -23,8 +24,7 @@ MODEL = {"tokenizer": True}
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 PATIENCE_S = 10.0  # a busy machine lets no process wait so long
 START_S = 300.0  # importing torch beside other tests
-ENDS = [(0, signal.SIGKILL), (1, signal.SIGSTOP)]
-ALL_ENDS = [*ENDS, (1, signal.SIGKILL), (0, signal.SIGSTOP)]
+ALL_ENDS = [(rank, sign) for rank in (0, 1) for sign in (signal.SIGKILL, signal.SIGSTOP)]
 
 
 class Once:
@@ -47,7 +47,7 @@ def is_another(engine, pid: int) -> bool:
     return engine.core.state == "running" and engine.core.pid != pid
 
 
-def are_gone(pids: tuple[int, ...]) -> bool:
+def are_gone(pids: Iterable[int]) -> bool:
     return all(is_gone(pid) for pid in pids)
 
 
@@ -57,27 +57,21 @@ def ended_with(engine, handle, error: type[Exception]) -> None:
 
 
 # -- a rank that ends, or hangs ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", SIZES)
-def test_an_engine_whose_rank_ends_says_so_and_leaves_nothing(model, plain, tmp_path, size):
+def test_an_engine_whose_rank_ends_names_it_and_leaves_nothing(model, plain, tmp_path):
+    """Rank 3 has stage and pipe in common with one other each, so the first rank hears of it from these."""
     before = children(os.getpid())
-    with open_engine(model, tmp_path / "store", **SIZES[size]) as engine:
+    with open_engine(model, tmp_path / "store", **BOTH) as engine:
         ask(engine, PROMPTS[0])
         settle(engine)
-        rank = rank_of(os.getpid())
-        end_while_it_answers(engine, rank, signal.SIGKILL, "rank 1 of 2 ended .signal 9")
+        ranks = ranks_of(os.getpid())
+        end_while_it_answers(engine, ranks[2], signal.SIGKILL, "rank 3 of 4 ended .signal 9")
         wait_until(lambda: engine.closed)
-        with pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
+        with pytest.raises(EngineDiedError, match="rank 3 of 4 ended"):
             ask(engine, PROMPTS[1])
-    assert is_gone(rank) and children(os.getpid()) <= before
+    assert are_gone(ranks) and children(os.getpid()) <= before
     with open_engine(model, tmp_path / "store") as engine:
         out = ask(engine, PROMPTS[0])
         assert out.token_ids == plain(PROMPTS[0], 4) and cached(out)[2] > 0
-
-
-def test_the_first_error_names_the_rank_that_was_lost_and_none_that_ended_with_it(model):
-    """Rank 3 has stage and pipe in common with one other each, so the first rank hears of it from these."""
-    with open_engine(model, **BOTH) as engine:
-        end_while_it_answers(engine, ranks_of(os.getpid())[2], signal.SIGKILL, "rank 3 of 4 ended .signal 9")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -97,13 +91,13 @@ def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, size, ca
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_ranks_are_started_again(model, size, request):
-    """The first one is killed, then the other one hangs. With `--long` each does both, of both sizes."""
+    """The first one is killed. With `--long` each is, and hangs, of both sizes."""
     is_long = request.config.getoption("--long")
     if size != "pipeline" and not is_long:
         pytest.skip("needs --long")
     with Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", silence_s=PATIENCE_S, **SIZES[size]) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
-        for rank, sign in ALL_ENDS if is_long else ENDS:
+        for rank, sign in ALL_ENDS if is_long else ALL_ENDS[:1]:
             before = engine.core.pid, rank_of(engine.core.pid)
             end_while_it_answers(engine, before[rank], sign)
             wait_until(partial(is_another, engine, before[0]), "the restart", START_S)

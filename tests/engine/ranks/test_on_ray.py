@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from kvstore import Engine
 from kvstore.engine.ranks.ranks import Door, entered
 from kvstore.errors import ConfigError, EngineDiedError
 from tests.support.engines import ask, greedy, open_engine
+from tests.support.faults import fail
 from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone
 from tests.support.ray_cluster import ray_cluster
 from tests.support.redis_server import free_port
@@ -282,7 +284,7 @@ def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_pa
 )
 def test_the_end_of_a_rank_elsewhere_ends_the_engine(model, others, size, sign, how):
     """Also of one that hangs: its process is there still, with its connections, which nobody here can end."""
-    with open_engine(model, **ON_RAY, **SIZES[size]) as engine:
+    with open_engine(model, silence_s=SILENCE_S, **ON_RAY, **SIZES[size]) as engine:
         end_while_it_answers(engine, others[0].pid, sign)
         wait_until(lambda: engine.closed)
         with pytest.raises(EngineDiedError, match=rf"rank 1 of 2 ended \({how}\)"):
@@ -306,13 +308,24 @@ def test_each_rank_gets_its_place():
             ours[rank].close()
 
 
-def test_another_secret_is_told_to_both():
+@contextmanager
+def refusing() -> Iterator[Door]:
+    """Who comes in here is refused, which is told when nobody else has come."""
+    over = threading.Event()
     with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(door.others, 2, 8.0)
-        with pytest.raises(ConfigError, match=r"rank 1: the first rank at 127\.0\.0\.1 port \d+ has another secret"):
-            come(door, 1, OTHER_KEY)
-        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
+        waiting = threads.submit(door.others, 2, ENOUGH_S, lambda: over.is_set() and fail())
+        yield door
+        over.set()
+        with pytest.raises(RuntimeError, match="injected"):
             waiting.result()
+        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
+            door.others(2, SHORT_S)
+
+
+def test_another_secret_is_told_to_both():
+    told = r"rank 1: the first rank at 127\.0\.0\.1 port \d+ has another secret"
+    with refusing() as door, pytest.raises(ConfigError, match=told):
+        come(door, 1, OTHER_KEY)
 
 
 @pytest.mark.parametrize("known", [OTHER_KEY, KEY + b"other" + bytes([0, 1])], ids=["none", "what another rank proves"])
@@ -333,14 +346,14 @@ def test_who_listens_must_know_the_secret_too(known):
 
 
 def test_the_proof_of_one_rank_lets_no_other_in():
-    with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(door.others, 2, 8.0)
-        with socket.create_connection((door.host, door.port)) as raw, Connection(os.dup(raw.fileno())) as connection:
-            connection.send_bytes(bytes([0, 1]))
-            with pytest.raises(AuthenticationError):
-                answer_challenge(connection, KEY + b"other" + bytes([0, 2]))
-        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 has not come .* 1 connections did not know the secret"):
-            waiting.result()
+    with (
+        refusing() as door,
+        socket.create_connection((door.host, door.port)) as raw,
+        Connection(os.dup(raw.fileno())) as connection,
+    ):
+        connection.send_bytes(bytes([0, 1]))
+        with pytest.raises(AuthenticationError):
+            answer_challenge(connection, KEY + b"other" + bytes([0, 2]))
 
 
 def test_ranks_that_do_not_come_in_time_are_named():

@@ -52,38 +52,25 @@ def test_several_ranks_say_and_store_what_one_process_does(way, name, request, s
         assert same_kv(stored_kv(engine), stored)
 
 
-def goes_on(engine, plain, told: list[list[int]], tier: str | None) -> list[list[int]]:
-    """All that was told is found in this tier; what is told then."""
-    outs = engine.generate(told, greedy(20))
-    assert [out.token_ids for out in outs] == [plain(prompt, 20) for prompt in told]
-    if tier is not None:
-        found = [getattr(out.usage.cached_tokens_details, tier) for out in outs]
-        assert found == [(len(prompt) - 1) // 16 * 16 for prompt in told]
-    settle(engine)
-    return [[*prompt, *out.token_ids] for prompt, out in zip(told, outs, strict=True)]
-
-
-def test_the_store_does_not_know_which_ranks_wrote_it(model, plain, store):
-    told = PROMPTS
-    for number, size in enumerate([{}, SIZES["tensor"], SIZES["pipeline"], {}]):
-        with open_engine(model, store, **size) as engine:
-            told = goes_on(engine, plain, told, "disk" if number else None)
-
-
 def test_servers_of_any_number_of_ranks_share_a_remote_tier(model, plain, redis, monkeypatch):
+    """What one of them has stored is found by the next."""
     wait_for_answers(monkeypatch)
-    told, tiers = PROMPTS, CacheTiers("2MiB", "2MiB", remote=redis.url)
-    for number, size in enumerate((2, 1, 2)):
-        with Engine(model, tiers, device="cpu", load="always", tensor_parallel_size=size) as engine:
-            told = goes_on(engine, plain, told, "remote" if number else None)
+    said, tiers = PROMPTS, CacheTiers("2MiB", "2MiB", remote=redis.url)
+    for number, size in enumerate((SIZES["tensor"], {}, SIZES["pipeline"])):
+        with Engine(model, tiers, device="cpu", load="always", **size) as engine:
+            outs = engine.generate(said, greedy(20))
+            assert [out.token_ids for out in outs] == [plain(prompt, 20) for prompt in said]
+            stored = [(len(prompt) - 1) // 16 * 16 if number else 0 for prompt in said]
+            assert [out.usage.cached_tokens_details.remote for out in outs] == stored
+            settle(engine)
+        said = [[*prompt, *out.token_ids] for prompt, out in zip(said, outs, strict=True)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_choices_and_preempted_requests_say_the_same(model, plain, size):
+def test_choices_and_preempted_requests_say_the_same(model, plain):
     """Blocks are copied on both ranks, and computed again."""
     params = greedy(24, n=3, temperature=1.0, seed=7)
     expected = [choice.token_ids for choice in plain.engine.generate([PROMPTS[1]], params)[0].choices]
-    with open_engine(model, hbm="96KiB", max_num_batched_tokens=48, max_model_len=192, **SIZES[size]) as engine:
+    with open_engine(model, hbm="96KiB", max_num_batched_tokens=48, max_model_len=192, **SIZES["pipeline"]) as engine:
         assert [choice.token_ids for choice in engine.generate([PROMPTS[1]], params)[0].choices] == expected
         found = engine.generate(PROMPTS, greedy(40))
         assert engine.stats()["requests"]["preemptions"] > 0

@@ -20,13 +20,12 @@ from tests.support.conversations import (
     check_there,
     failing_to_store,
     fill,
-    head_chain,
     kv_of,
     nothing_is_left,
     num_stored,
     talk,
 )
-from tests.support.engines import cached, check_closed, greedy, open_engine, settle, tokens
+from tests.support.engines import cached, chain_of, check_closed, greedy, open_engine, settle, tokens
 from tests.support.faults import stuck_disk
 
 MODEL = {"tokenizer": True}
@@ -162,8 +161,8 @@ def test_a_deletion_during_a_turn_takes_that_turn_too(engine, num_turns, truncat
     assert not engine.has_work
     with pytest.raises(StoreError, match="deleted"):
         list(stream)
-    head = len(engine.chats.language.template.head_ids(chat.window.system)) // 16
-    engine.core.call(Forget(head_chain(engine, chat)[:head], 2.0))
+    head = engine.chats.language.template.head_ids(chat.window.system)
+    engine.core.call(Forget(chain_of(engine, head), 2.0))
     assert nothing_is_left(engine)
     with pytest.raises(RequestError, match="deleted"):
         chat.send("Hi")

@@ -21,7 +21,7 @@ from tests.support.conversations import (
     num_stored,
     talk,
 )
-from tests.support.engines import ask, cached, counters, evict_cpu, greedy, open_engine, settle
+from tests.support.engines import ask, cached, counters, evict_memory, greedy, open_engine, settle
 from tests.support.faults import before_each_step, fail
 from tests.support.waiting import TIMEOUT_S
 
@@ -52,8 +52,7 @@ def test_invariant_1_the_same_splice_gives_the_same_tokens_in_every_run(model, t
                 if name == "c":
                     engine.loop.pool.evict_all()
                 if name == "b":
-                    evict_cpu(engine)
-                    engine.loop.pool.evict_all()
+                    evict_memory(engine)
                 talk(chat, 1)
             first = chat.last
             engine.loop.pool.evict_all()
@@ -109,7 +108,7 @@ def test_reencoded_blocks_never_serve_an_exact_prompt_of_the_same_tokens(opened,
     chat = engine.chat("one", system="Be kind.")
     fill_over(chat)
     (last,) = talk(chat, 1)
-    for evict in (lambda: None, engine.loop.pool.evict_all, lambda: (evict_cpu(engine), engine.loop.pool.evict_all())):
+    for evict in (lambda: None, engine.loop.pool.evict_all, lambda: evict_memory(engine)):
         evict()
         out = ask(engine, last.prompt_token_ids, 10)
         assert cached(out)[3] == 0 and out.token_ids == plain(last.prompt_token_ids, 10)

@@ -2,12 +2,6 @@
 
 import errno
 import random
-import signal
-import subprocess
-import sys
-import time
-import warnings
-from pathlib import Path
 
 import lmdb
 import pytest
@@ -16,12 +10,8 @@ from kvstore.blocks.records import ReadResult
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.tier import DiskTier
-from tests.support.programs import ROOT, python_on_a_tmpfs
-from tests.support.store.disk_store import MIB, Store, faults, lmdb_error, present, put, read, record, write
-from tests.support.waiting import TIMEOUT_S, wait_for_work
-
-NUM_KILLS = 10  # run thousands by hand after a change of what is written in which order
+from tests.support.faults import disk_with
+from tests.support.store.disk_store import faults, lmdb_error, present, put, read, record, write
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
@@ -181,106 +171,11 @@ def test_the_nth_operation_of_everything_else_fails(store, name):
     assert present(tier, range(12)) == list(range(10))
 
 
-def test_a_full_disk_shows_as_eio():
+def test_a_full_disk_shows_as_eio(store):
+    tier = store.open()
+    write(tier, range(3))
+    with disk_with(4096, 1 << 40), faults(tier, 1, lmdb_error(errno.EIO)):
+        assert tier.write((), [record(1).block_id]).error is WriteError.NO_SPACE
     assert disk_format.write_error(lmdb_error(errno.EIO), 4096) is WriteError.NO_SPACE
     assert disk_format.write_error(lmdb_error(errno.EIO), 1 << 40) is WriteError.IO
     assert disk_format.write_error(lmdb_error(12345), 1 << 40) is WriteError.IO
-
-
-FULL_DISK = """
-import sys
-from kvstore.blocks.records import ReadResult
-from kvstore.disk.index import DiskIndex
-from tests.support.store.disk_store import *
-
-def right(tier, number):
-    into = bytearray(PAYLOAD_BYTES)
-    result = tier.read(record(number), memoryview(into))
-    assert result is ReadResult.MISSING or (result is ReadResult.OK and into == payload(number)), result
-    return result is ReadResult.OK
-
-directory = StoreDirectory.open(sys.argv[1] + "/store")
-tier, index = DiskTier(directory, 64 * MIB, codec="raw"), DiskIndex()
-for first in range(0, 6400, 32):  # twice what fits, with eviction as the owner does it
-    gone = [entry.block_id for entry in index.take_victims(tier.file.excess_bytes(32 * 8192))]
-    assert tier.write([put(i) for i in range(first, first + 32)], gone).error is None, first
-    for i in range(first, first + 32):
-        index.add(tier.entry(record(i).block_id))
-assert 1500 < sum(right(tier, i) for i in range(6400)) == len(index)
-tier.file.has_space = lambda tables, incoming_bytes: True  # somebody else was faster
-number, errors = 10_000, set()
-while number < 14_000:
-    errors.add(str(tier.write([put(i) for i in range(number, number + 32)]).error))
-    number += 32
-assert errors == {"None", "no space"}, errors
-# Deleting takes new pages too, before it gives any back: on a disk without a byte left it may have to wait.
-outcomes = {str(tier.write((), [block_id]).error) for block_id in list(index._entries)[:200]}
-assert outcomes <= {"None", "no space"}, outcomes
-there = [i for i in range(number) if right(tier, i)]
-tier.close()
-tier = DiskTier(directory, 64 * MIB)
-assert not tier.file.was_reset and tier.verify().bad_ids == ()
-assert [i for i in range(number) if right(tier, i)] == there and len(there) > 1500
-print("survived")
-"""
-
-
-def test_a_file_system_that_is_full(tmp_path):
-    assert python_on_a_tmpfs("size=32m", FULL_DISK, tmp_path).strip() == "survived"
-
-
-# -- kill ------------------------------------------------------------------------------------------------------------
-class Expected:
-    """What the child's log says about each block: there, gone, or either."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self.read_bytes = 0
-        self.there: set[int] = set()
-        self.either: set[int] = set()
-        self.highest = 0
-
-    def update(self) -> None:
-        lines = self.log.read_text()[self.read_bytes :].splitlines() if self.log.exists() else []
-        self.read_bytes = self.log.stat().st_size if self.log.exists() else 0
-        for line in lines:
-            state, _, rest = line.partition(" ")
-            added, gone = ({int(i) for i in part.split()} for part in rest.split("-"))
-            self.highest = max(self.highest, *added)
-            if state == "begin":
-                self.either |= added | gone
-            else:
-                self.either -= added | gone
-                self.there = (self.there | added) - gone
-
-    def check(self, tier: DiskTier) -> None:
-        there = set(present(tier, range(self.highest + 30)))
-        assert self.there - self.either <= there <= self.there | self.either
-        self.there, self.either = there, set()
-
-
-def test_kill_at_any_moment(tmp_path):
-    rng, log, store = random.Random(1), tmp_path / "log", Store(tmp_path / "store")
-    expected = Expected(log)
-    for round_number in range(NUM_KILLS):
-        arguments = [str(store.path), str(log), str(32 * MIB), str(rng.randrange(10**6)), str(expected.highest + 1)]
-        size = log.stat().st_size if log.exists() else 0
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.children.disk_child", *arguments], cwd=ROOT, stderr=subprocess.PIPE
-        )
-        wait_for_work(child, log, size)
-        time.sleep(rng.random() * 0.3)
-        child.send_signal(signal.SIGKILL)
-        _, errors = child.communicate(timeout=TIMEOUT_S)
-        assert child.returncode == -signal.SIGKILL, errors.decode()
-        expected.update()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            tier = store.open(capacity=32 * MIB)
-        expected.check(tier)
-        assert tier.verify().bad_ids == (), f"round {round_number}"
-        # What the next child does not know of is taken out, so that the store does not fill.
-        tier.write((), [record(i).block_id for i in expected.there])
-        expected.there = set()
-        store.close()
-    assert expected.highest >= NUM_KILLS

@@ -12,7 +12,6 @@ from kvstore.disk.io_queue import (
     AT_ONCE,
     IoQueue,
     Read,
-    ReadDone,
     Task,
     Write,
     WriteDone,
@@ -117,25 +116,6 @@ def test_a_block_that_is_written_again_is_not_deleted(made):
     disk.gate.set()
     wait_until(lambda: (queue.completed(), queue.is_idle)[1])
     assert record(1).block_id in disk.blocks
-
-
-def test_a_failed_transaction_says_why_and_gives_its_writes_back(made):
-    disk, queue, woken = made
-    disk.error = "no space"
-    queue.submit_write(Write(7, record(7), block(7)))
-    (done,) = collect(queue, woken, 1)
-    assert done.error == "no space" and [w.arena_block for w in done.writes] == [7]
-
-
-def test_reads_land_in_the_memory_they_were_given(made):
-    disk, queue, woken = made
-    disk.blocks[record(3).block_id] = bytes(block(3))
-    there, missing = block(0), block(0)
-    queue.submit_read(Read(1, record(3), there))
-    queue.submit_read(Read(2, record(9), missing))
-    done = {d.read.arena_block: d.result for d in collect(queue, woken, 2) if isinstance(d, ReadDone)}
-    assert done == {1: ReadResult.OK, 2: ReadResult.MISSING}
-    assert bytes(there) == bytes(block(3)) and bytes(missing) == bytes(block(0))
 
 
 def test_close_writes_what_is_queued_and_a_stuck_disk_is_reported():

@@ -149,13 +149,6 @@ def test_any_traffic_keeps_its_counts(manager, seed):
         policy().check_integrity()
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-]
-
-
 def test_each_key_is_behind_the_one_before_it_in_its_group_while_the_request_grows():
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from kvstore.planning.counting import Counting, QueueLength
+from kvstore.planning.counting import Counting
 from kvstore.planning.jobs import LINEAGE, Job
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.store.requests import Tracked
@@ -19,16 +19,6 @@ def job(number: int, arrival: list[str], schedule: list[str], num_hit: int, num_
 def counting(warm_up: int = 0, moved: Counter | None = None) -> Counting:
     """Of a server whose blocks have 7 bytes."""
     return Counting(ReplayConfig(1, 0, 0, 7, warm_up=warm_up), SIZE, lambda: Counter(moved))
-
-
-def test_the_queue_is_summed_over_time_from_when_it_begins():
-    queue = QueueLength()
-    queue.count(9, 3.0)
-    queue.begin(10.0)
-    queue.count(2, 14.0)
-    queue.count(0, 20.0)
-    queue.count(3, 21.0)
-    assert queue.area == 2 * 4 + 0 + 3
 
 
 def test_hits_are_counted_by_the_tiers_of_the_two_times():

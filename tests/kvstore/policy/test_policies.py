@@ -147,7 +147,7 @@ def random_ranks(rng: random.Random) -> Callable[[int, int], float]:
     return lambda category, bucket: table[category, bucket]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["fifo", "lru", "return"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_against_a_naive_sort(policy, seed, clock):
     rng = random.Random(seed)
@@ -156,7 +156,7 @@ def test_the_order_against_a_naive_sort(policy, seed, clock):
     everybody = [conversation(i, 1000 - rng.expovariate(0.01), 0, rng.randrange(5)) for i in range(60)]
     members: set[Conversation] = set()
     looks = 0
-    for use in range(1, 4000):
+    for use in range(1, 1500):
         one, kind = rng.choice(everybody), rng.random()
         if kind < 0.2:
             order.add(one)
@@ -176,7 +176,7 @@ def test_the_order_against_a_naive_sort(policy, seed, clock):
             assert order.first() is naive(members, policy_in_force(policy), model, clock.now_s)
             assert len(order) == len(members)
             looks += 1
-    assert looks > 1000
+    assert looks > 400
 
 
 def test_auto_is_return():

@@ -11,7 +11,6 @@ import zmq
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import child_block_id, token_bytes
 from kvstore.blocks.records import BlockRecord
-from kvstore.errors import ConfigError
 from kvstore.remote.kv_events import KVEvents, PastBatches
 from tests.support.kv_reader import Reader, free_endpoint
 from tests.support.waiting import TIMEOUT_S, wait_until
@@ -252,8 +251,3 @@ def test_bad_requests_for_a_replay_are_counted_and_do_no_harm():
         wait_until(lambda: server.events.stats()["bad_replay_requests"] == 3)
         server.store([1, 2])
         reader.read_until(lambda: reader.pictures[TOPIC].held("GPU"))
-
-
-def test_a_port_that_is_taken_is_an_error_in_words():
-    with Server() as server, pytest.raises(ConfigError, match="cannot be listened at"):
-        KVEvents(server.endpoint, TOPIC)

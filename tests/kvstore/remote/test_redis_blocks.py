@@ -51,15 +51,6 @@ def test_tails_end_before_their_heads_whatever_was_asked_last(redis, session):
     assert 1000 * TTL_S - 60_000 < left_ms < 1100 * TTL_S
 
 
-def test_deleted_blocks_are_gone(session):
-    made = make_chain(20)
-    session.put(made.chain, made.puts())
-    session.delete(made.chain.ids[5:])
-    session.delete([])
-    assert session.ask(made.chain) == [True] * 5 + [False] * 15
-    assert session.read(made.reads(4, 6)) == [ReadResult.OK, ReadResult.MISSING]
-
-
 def test_what_is_no_value_costs_no_other_block(redis, session):
     made = make_chain(2)
     session.put(made.chain, made.puts())

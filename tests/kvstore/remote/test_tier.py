@@ -214,19 +214,6 @@ def test_an_object_store_that_dies_and_comes_back_without_its_bucket(monkeypatch
         assert server.names() == []
 
 
-def test_an_object_store_that_stops_costs_a_deadline_once(monkeypatch):
-    with s3_server(monkeypatch) as server, Store(server.url) as patient, Store(server.url, ask_s=3.0) as store:
-        assert patient.put() == [None] * 100
-        server.pause()
-        assert store.ask() is None
-        assert store.read() == {ReadResult.FAILED}
-        assert store.tier.breaker.num_opened == 1
-        assert store.tier.breaker.error.endswith("no answer in time")
-        server.resume()
-        wait_until(lambda: store.ask() == [True] * 100)
-        assert store.read() == {ReadResult.OK}
-
-
 def test_a_directory_that_goes_and_comes_back(tmp_path):
     bucket = Directory(tmp_path / "objects")
     with Store(bucket.url) as store:
@@ -238,19 +225,3 @@ def test_a_directory_that_goes_and_comes_back(tmp_path):
         wait_until(lambda: not store.tier.breaker.is_open)
         assert store.ask() == [True] * 100
         assert store.read() == {ReadResult.OK}
-
-
-@pytest.mark.parametrize("faults", [Faults(cut_after=20_000), Faults(flipped_at=100_000), Faults(lost_at=150_000)])
-def test_a_bad_network_before_an_object_store_serves_no_wrong_block(monkeypatch, faults):
-    with s3_server(monkeypatch) as server, Proxy(server.port) as proxy, Store(server.url) as direct:
-        direct.put()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        with Store(server.url) as store:
-            assert store.ask() == [True] * 100
-            proxy.faults = faults
-            assert store.read() != {ReadResult.OK}
-            proxy.faults = Faults()
-            proxy.cut()
-            wait_until(lambda: not store.tier.breaker.is_open)
-            direct.put()  # what was taken for damaged is gone
-            wait_until(lambda: store.ask() and store.read() == {ReadResult.OK})

@@ -24,6 +24,7 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
         lambda: store.load(KEY), lambda: store.turn(KEY, 2),
         lambda: store.turn_of_request(KEY, "request 2"), lambda: store.fork(KEY, 2, SessionKey(TENANT, "new")).wait(),
     ]  # fmt: skip
+    assert store.stats()["damaged"] == 0, "nobody has read it yet"
     for read in reads:
         with pytest.raises(StoreError, match=r"session red is damaged .*checksum"):
             read()
@@ -33,6 +34,7 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
     assert any("session red is damaged" in problem for problem in store.upkeep.check().problems)
     blocks = {b for n in (1, 2, 3) for b in make_turn("red", n).chain}
     assert set(store.delete(KEY).wait().block_ids) == blocks, "a damaged session can be deleted"
+    assert store.stats()["damaged"] == 0
 
 
 def test_damaged_counters_and_tombstones_stop_nobody(store):

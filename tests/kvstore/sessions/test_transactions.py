@@ -111,14 +111,3 @@ def test_of_a_group_only_what_is_too_large_for_the_disk_fails(transactions, outc
         assert counts(transactions, "failed", "committed") == (1, 4)
     transactions.submit(put(b"large", b"v" * 500_000)).wait(TIMEOUT_S)
     assert names(transactions) == [b"a", b"b", b"before", b"large"]
-
-
-def test_closing_carries_out_what_waits_and_then_nothing_is_read(tmp_path):
-    one = SessionTransactions(DiskTables(lambda: open_file(tmp_path / "sessions")))
-    ticket = one.submit(put(b"a"))
-    one.close()
-    one.close()
-    assert ticket.wait(0) == b"a"
-    for call in (lambda: one.read(lambda view: None), lambda: one.submit(refuse), one.compact):
-        with pytest.raises(StoreError, match="is closed"):
-            call()

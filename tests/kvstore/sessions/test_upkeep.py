@@ -71,22 +71,6 @@ def test_counts_are_of_what_is_stored(store):
     assert store.upkeep.stats()["bytes"] >= 0
 
 
-def test_a_damaged_session_is_counted_until_it_is_gone(store):
-    talk(store, KEY, 2)
-    with tables_of(store) as view:
-        [key, _] = [key for key, _ in view.scan(TURNS)]
-        view.put(TURNS, key, b"nonsense")
-    assert counts(store, "damaged") == (0,), "nobody has read it yet"
-    with pytest.raises(StoreError):
-        store.load(KEY)
-    assert counts(store, "damaged") == (1,)
-    assert store.upkeep.check().problems
-    assert store.upkeep.repair(KEY).wait() is not None
-    assert [turn.number for turn in store.upkeep.aside(KEY)]
-    store.delete(KEY).wait()
-    assert counts(store, "damaged") == (0,)
-
-
 def test_a_damaged_session_whose_records_come_back_is_not_counted_any_more(store):
     talk(store, KEY, 2)
     for table in (HEADS, TURNS, REQUESTS):

@@ -118,18 +118,6 @@ def test_deleted_blocks_are_not_read_again_and_go_from_there(bench):
     assert set(bench.shared.blocks) == {request.chain[0]}
 
 
-def test_a_tier_that_is_away_is_said_and_nobody_waits(bench):
-    bench.shared.fails = "away"
-    request = bench.come(3, num_there=3)
-    bench.until(lambda: not bench.remote.is_asking(request, is_next=True))
-    bench.until(lambda: bench.remote.degraded is not None)
-    assert bench.remote.degraded == "away" and bench.remote.is_idle
-    later = bench.come(2, num_there=2)
-    assert not bench.remote.is_asking(later, is_next=True) and bench.stats.remote_read == 0
-    for one in (request, later):
-        bench.remove(one)
-
-
 # -- what is known ---------------------------------------------------------------------------------------------------
 ANSWER_S = 1000.0  # by the clock of these tests; by that of the threads which ask it is never over
 
@@ -375,14 +363,6 @@ class Stores(RemoteStores):
             self.pump()
         return stored
 
-    def in_memory(self, request, end: int | None = None):
-        """Its blocks are in the CPU tier, and READY."""
-        for index in range(len(request.chain[:end])):
-            arena_block = self.bench.cpu.reserve()
-            assert self.bench.cpu.announce(arena_block, self.bench.stored.record(request, index))
-            self.bench.cpu.publish(arena_block)
-            self.bench.cpu.release(arena_block)
-
 
 @pytest.fixture
 def stores():
@@ -412,7 +392,7 @@ def test_batches_begin_where_groups_do():
 def test_what_is_not_on_disk_yet_is_waited_for_but_not_for_ever(stores):
     request = stores.offered(4, stored=False)
     stores.bench.disk.stored |= set(request.chain[:2])
-    stores.in_memory(request)
+    stores.bench.in_memory(request)
     assert stores.move() == request.chain[:2]
     assert stores.num_waiting == 2
     stores.bench.disk.stored.add(request.chain[2])
@@ -448,7 +428,7 @@ def test_what_a_store_refuses_is_counted_and_offered_again(stores):
 def test_without_a_disk_arena_blocks_are_lent_and_come_back():
     stores = Stores(has_disk=False)
     request = stores.offered(10, stored=False)
-    stores.in_memory(request)
+    stores.bench.in_memory(request)
     stores.shared.may_answer.clear()
     stores.pump()
     pool = stores.bench.cpu.pool

@@ -9,15 +9,10 @@ from tests.support.store.prefetch_bench import Bench
 class Part(Bench):
     """A CPU tier of eight arena blocks, and what requests hold of it."""
 
-    def arrived(self, num_blocks: int, num_hbm: int = 0, num_ready: int = 99) -> Tracked:
+    def arrived(self, num_blocks: int, num_hbm: int = 0, num_ready: int | None = None) -> Tracked:
         """A request that is stored here; of its blocks so many have landed."""
         request = self.request(num_blocks, stored=False)
-        for index in range(num_blocks):
-            arena_block = self.cpu.reserve()
-            self.cpu.announce(arena_block, self.stored.record(request, index))
-            if index < num_ready:
-                self.cpu.publish(arena_block)
-            self.cpu.release(arena_block)
+        self.in_memory(request, num_ready)
         self.requests.arrive(request, num_hbm)
         return request
 

@@ -1,13 +1,12 @@
 """What is written to the disk and what is refused: a tenant's limit, counted right, at nobody else's cost."""
 
 from kvstore.blocks.records import Evict
-from kvstore.config import CacheTiers
 from tests.support.engines import (
     ask,
     cached,
     check_closed,
     counters,
-    evict_cpu,
+    evict_memory,
     open_engine,
     settle,
     tokens,
@@ -35,8 +34,7 @@ def talk(engine, tenant: str, seeds) -> None:
 
 
 def hit_on_disk(engine, tenant: str, seed: int) -> int:
-    evict_cpu(engine)
-    engine.loop.pool.evict_all()
+    evict_memory(engine)
     return cached(ask(engine, tokens(seed, 16 * BLOCKS + 1), 1, tenant=tenant))[2]
 
 
@@ -82,7 +80,3 @@ def test_a_limit_of_nothing_refuses_everything(model, tmp_path):
         talk(engine, "anna", [1, 2])
         assert on_disk(engine, "anna") == 0 and counters(engine)["refused_writes"] > 0
         assert is_closed(engine, "anna") is False, "nothing is stored"
-
-
-def test_a_limit_is_a_size():
-    assert CacheTiers(disk_per_tenant="1KiB").disk_per_tenant == 1024 and CacheTiers().disk_per_tenant is None

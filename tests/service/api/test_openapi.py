@@ -206,13 +206,5 @@ def test_the_document_that_is_served_is_this_one(server):
     assert reply.headers["content-type"].startswith("application/json")
 
 
-def test_metrics_are_served_to_users_only(server):
-    reply = server.get("/metrics")
-    assert reply.status == 200 and b'kvstore:http_requests_total{method="GET",route="/openapi.json"' in reply.body
-    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert b"kvstore:engine_up 1.0" in reply.body
-    assert server.request("GET", "/metrics", headers={"Authorization": None}).status == 401
-
-
 def test_nothing_is_left_behind(server):
     server.wait_until_idle()

@@ -1,7 +1,5 @@
-"""Streams of events: their bytes, errors before and after the headers, deadlines, and clients that go away."""
+"""Streams of events: their bytes, errors before and after the headers, and readers that are slow."""
 
-import asyncio
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -13,12 +11,10 @@ from kvstore.errors import ContextLengthError
 from kvstore.service.api.answering import EventStream
 from kvstore.service.http.errors import ApiError, Route
 from tests.support.service.serving import raw_request, read_to_end, server_fixture, serving
-from tests.support.waiting import TIMEOUT_S
 
 BIG = "x" * 10_000
 WRITE_S = 2.0
 ends: list[str] = []  # how the handlers below ended
-begun = threading.Event()
 
 
 def stream(path):
@@ -26,7 +22,6 @@ def stream(path):
 
     def route_of(function):
         async def handle(request):
-            begun.clear()
             try:
                 async with EventStream(request, done=path != "/bare") as events:
                     await function(events)
@@ -71,28 +66,16 @@ async def bug(events):
     raise RuntimeError("secret")
 
 
-@stream("/silent")
-async def silent(events):
-    await asyncio.Event().wait()
-
-
-@stream("/stuck")
-async def stuck(events):
-    await events.send({"n": 1})
-    begun.set()
-    await asyncio.Event().wait()
-
-
 @stream("/endless")
 async def endless(events):
     while True:
         await events.send({"text": BIG})
 
 
-ROUTES = (good, bare, early, late, bug, silent, stuck, endless)
+ROUTES = (good, bare, early, late, bug, endless)
 
 
-server = server_fixture(routes=ROUTES, request_timeout_s=TIMEOUT_S)
+server = server_fixture(routes=ROUTES)
 
 
 @pytest.fixture(autouse=True)
@@ -142,44 +125,6 @@ def test_the_connection_serves_the_next_request_after_a_stream(server):
     raw.sendall(raw_request("GET", "/late") + raw_request("GET", "/good", Connection="close"))
     assert read_to_end(raw).count(b"data: [DONE]") == 2
     raw.close()
-
-
-def end(server):
-    """As if the time of all requests were over."""
-    server.wait_until(lambda: server.context.limits.num_open == 1)
-
-    async def now():
-        server.context.limits.end_all(ApiError(504, "too long", type="server_error", code="request_timeout"))
-
-    server.run(now())
-
-
-@pytest.mark.parametrize("path", ["/silent", "/stuck"])
-def test_a_deadline_is_a_status_or_an_event(server, path):
-    raw = server.connect()
-    raw.sendall(raw_request("GET", path, Connection="close"))
-    if path == "/stuck":
-        assert begun.wait(TIMEOUT_S)
-    end(server)
-    answer = read_to_end(raw)
-    raw.close()
-    assert b'"code":"request_timeout"' in answer
-    assert answer.startswith(b"HTTP/1.1 504" if path == "/silent" else b"HTTP/1.1 200")
-    assert (b"data: [DONE]\n\n" in answer) == (path == "/stuck")
-    assert ends == ["CancelledError"]
-    server.wait_until_idle()
-
-
-@pytest.mark.parametrize("path", ["/silent", "/stuck", "/endless"])
-def test_a_client_that_goes_away_ends_its_handler(server, path):
-    raw = server.connect()
-    raw.sendall(raw_request("GET", path))
-    server.wait_until(lambda: server.context.limits.num_open == 1)
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # closed with a reset
-    raw.close()
-    server.wait_until(lambda: len(ends) == 1)
-    assert ends[0] in ("CancelledError", "ReaderGone")
-    server.wait_until_idle()
 
 
 def test_a_reader_that_stops_reading_is_dropped_and_holds_little():

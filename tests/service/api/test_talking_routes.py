@@ -1,11 +1,13 @@
 """What all routes that generate have in common: clients that leave, lengths, steps that fail, what is refused."""
 
+import itertools
 import json
 import socket
 
 import pytest
 
 from tests.support.by_hand import crawling
+from tests.support.faults import before_each_step
 from tests.support.service.serving import raw_request, server_fixture, serving
 from tests.support.service.talking import TALKING_ROUTES as ROUTES
 from tests.support.service.talking import Stream, talking_body
@@ -98,7 +100,7 @@ def test_a_prompt_as_long_as_the_window_and_one_token_less(server, spare, status
 
 @pytest.fixture(scope="module")
 def narrow():
-    with serving(engine={"max_model_len": 128}) as found:
+    with serving(engine={"max_model_len": 64}) as found:
         yield found
 
 
@@ -106,15 +108,15 @@ def narrow():
 @pytest.mark.parametrize("stream", [True, False])
 def test_max_tokens_is_capped_and_the_answer_says_so(narrow, path, stream):
     """Claude Code and opencode ask for 32,000; 2**31 is the most that is accepted."""
-    for max_tokens in (32_000, 2**31):
-        told = {"max_tokens": max_tokens, "max_output_tokens": max_tokens, "ignore_eos": True}
-        streamed = {"stream": stream, "stream_options": {"include_usage": True}}
-        reply = narrow.post(path, {**talking_body(path, "Hello"), **told, **streamed})
-        assert reply.status == 200, reply.body
-        last = [event for event in reply.events() if event != "[DONE]"][-1] if stream else reply.json()
-        usage = last.get("response", last)["usage"]
-        num_said = usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
-        assert (usage["capped_max_tokens"], usage["total_tokens"]) == (num_said, 128)
+    max_tokens = 32_000 if stream else 2**31
+    told = {"max_tokens": max_tokens, "max_output_tokens": max_tokens, "ignore_eos": True}
+    streamed = {"stream": stream, "stream_options": {"include_usage": True}}
+    reply = narrow.post(path, {**talking_body(path, "Hello"), **told, **streamed})
+    assert reply.status == 200, reply.body
+    last = [event for event in reply.events() if event != "[DONE]"][-1] if stream else reply.json()
+    usage = last.get("response", last)["usage"]
+    num_said = usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
+    assert (usage["capped_max_tokens"], usage["total_tokens"]) == (num_said, 64)
     fits = narrow.post(path, {**talking_body(path, "Hello"), "max_tokens": 4}).json()["usage"]
     assert "capped_max_tokens" not in fits
 
@@ -129,20 +131,16 @@ def test_of_several_prompts_the_least_that_was_left_is_told(server):
 
 @pytest.mark.parametrize("path", [*ROUTES[:2], "/v1/completions, of two prompts", *ROUTES[3:]])
 def test_a_stream_whose_step_fails_ends_in_an_error(server, path):
-    runner, steps = server.engine.loop.runner, []
-    known = runner.launch
+    steps = itertools.count()
 
-    def fail(output):
-        steps.append(None)
-        if len(steps) > 3:
-            runner.launch = known
+    def fail_later():
+        if next(steps) == 3:
             raise RuntimeError("injected")
-        return known(output)
 
     path, _, several = path.partition(", ")
     body = {**talking_body(path, "Hello"), **LONG, "stream": True} | ({"prompt": ["a", "b"]} if several else {})
-    runner.launch = fail
-    *before, error = [event for event in server.post(path, body).events() if event != "[DONE]"]
+    with before_each_step(server.engine, fail_later):
+        *before, error = [event for event in server.post(path, body).events() if event != "[DONE]"]
     assert error["error"]["code"] == "internal_error"
     for event in before:
         ends = [choice["finish_reason"] for choice in event.get("choices", ())] + [event.get("finish_reason")]
@@ -182,7 +180,6 @@ BAD = {
     "/chat": [
         ({}, "message", "missing"),
         ({"message": "a", "messages": [{"role": "user", "content": "b"}]}, "messages", "invalid_value"),
-        ({"messages": []}, "messages", "invalid_value"),
         ({"message": {"role": "user"}}, "message.content", "missing"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].tool_call_id", "missing"),
@@ -190,17 +187,13 @@ BAD = {
         ({"message": {"role": "user", "content": PICTURE}}, "message.content[0]", "unsupported_content"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "invalid_value"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages", "invalid_value"),
-        ({"message": "a", "session_id": ""}, "session_id", "invalid_value"),
         ({"message": "a", "session_id": "../../etc/passwd"}, "session_id", "invalid_value"),
-        ({"message": "a", "session_id": "x" * 10240}, "session_id", "invalid_value"),
-        ({"message": "a", "session_id": 5}, "session_id", "invalid_value"),
         ({"message": "a", "system": "x", "messages": None, "truncation": "never"}, "truncation", "invalid_value"),
         ({"message": "a", "truncation_reuse": "splice"}, "truncation_reuse", "invalid_value"),
         ({"message": "a", "ttl": 0}, "ttl", "invalid_value"),
         ({"message": "a", "ttl": 1e12}, "ttl", "invalid_value"),
         ({"message": "a", "n": 2}, "n", "invalid_value"),
         ({"message": "a", "cache_salt": "x"}, "cache_salt", "unsupported"),
-        ({"message": "a", "max_tokens": 2**31 + 1}, "max_tokens", "invalid_value"),
         ({"message": "word " * 5000, "truncation": "disabled"}, "messages", "context_length_exceeded"),
         (
             {"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}]},
@@ -209,7 +202,6 @@ BAD = {
     ],
     "/v1/responses": [
         ({}, "input", "missing"),
-        ({"input": []}, "input", "invalid_value"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "missing"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type", "unsupported_content"),
         ({"input": [{"role": "user"}]}, "input[0].content", "missing"),

@@ -106,31 +106,22 @@ SHARED = ("--session-store", "redis://127.0.0.1:1/0")
     (["serve", "--hlep"], "did you mean '--help'?"),
     (["serve", "--bogus"], "unknown flag '--bogus'; --help lists all"),
     (["serve", "--port", "99999"], "--port is '99999'"),
-    (["serve", "--scheduling-policy", "lru"], "--scheduling-policy is 'lru'; give one of fcfs, priority"),
     (["chat", "--policy", "fcfs"], "--policy is 'fcfs'; give one of auto, fifo, lru, return"),
     (["chat", "--ttl", "7"], "--ttl is '7'; give a number with a unit, such as 90s, 15m, 2h, 7d or 2w, or \"none"),
     (["chat", "--ttl", "0s"], "give a time above 0"),
-    (["chat", "--block-size", "999"], "--block-size is '999'; give a whole number from 1 to 256"),
     (["chat", "--tokenizer", " "], "--tokenizer is ' '"),
     (["chat", "--max-modl-len", "3"], "did you mean '--max-model-len'?"),
-    (["chat", "--zzz=1"], "unknown flag '--zzz'"),
     (["chat", "a", "b"], "'b'"),
     (["chat", "--block-size"], "--block-size"),
     (["chat", "--block-size", "0"], "--block-size is '0'; give a whole number from 1"),
-    (["chat", "--seed", "x"], "--seed is 'x'"),
     (["chat", "--hbm", "lots"], '512MiB", "1.5GiB" or "2GB", or "auto"'),
     (["chat", "--hbm", "0"], "hbm is 0"),
-    (["chat", "--dtype", "int3"], "auto, float32, bfloat16, float16"),
     (["chat", "--session", "a b"], "--session is 'a b'"),
     (["chat", "--temperature", "nan"], "--temperature is 'nan'; give a number from 0 to 100"),
-    (["chat", "--temperature", "hot"], "--temperature is 'hot'; give a number"),
     (
         ["chat", "--disk", "auto"],
         "--disk is 'auto'; give a number of bytes, or a number with a unit such as \"512MiB\"",
     ),
-    (["chat", "--truncation", "on"], "--truncation is 'on'; give one of auto, disabled"),
-    (["serve", "--data-parallel-size", "0"], "--data-parallel-size is '0'; give a whole number from 1"),
-    (["serve", "--data-parallel-size", "two"], "--data-parallel-size is 'two'; give a whole number from 1"),
     (["serve", "--data-parallel-size", "65"], "--data-parallel-size is '65'; give a whole number from 1 to 64"),
     (["serve", "--data-parallel-size", "2", "--replicas", "2"], "--replicas starts whole servers"),
     (["chat", "--data-parallel-size", "2"], "--data-parallel-size"),
@@ -139,7 +130,6 @@ SHARED = ("--session-store", "redis://127.0.0.1:1/0")
     (["serve", "--role", "decode", *REMOTE], "--prefill-url is not set, but role is decode; give"),
     (["serve", "--prefill-url", "http://a:1", *REMOTE], "--prefill-url is set, but role is not decode"),
     (["serve", "--prefill-url", "a:1", "--role", "decode", *REMOTE], "--prefill-url is 'a:1'; give http://"),
-    (["serve", "--role", "both"], "--role is 'both'; give one of prefill, decode"),
     (["serve", "--replicas", "1-2"], "--replicas 2 without --session-store: a session would be on one replica alone"),
     (["serve", "--replicas", "2", *SHARED, "--distributed-executor", "ray"], "ray, which starts one server"),
 ])  # fmt: skip
@@ -406,13 +396,6 @@ def test_serve_is_told_everything(run, monkeypatch, tmp_path):
     assert {name: arguments[name] for name in expected} == expected
     tiers = arguments["cache_tiers"]
     assert (tiers.disk, tiers.path, tiers.codec, tiers.disk_per_tenant) == (8 << 30, tmp_path, "zstd", 1 << 30)
-
-
-# -- older names -----------------------------------------------------------------------------------------------------
-def test_older_names_of_flags_work(run):
-    assert run("chat", "--path", "/s", "--eviction", "lru")[0] == 0
-    arguments = FakeEngine.made[0].arguments
-    assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/s", "lru")
 
 
 def test_new_conversations_get_a_time_to_live_and_resumed_ones_keep_theirs(run):

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.engine.builtin import MODEL_DIR
 from kvstore.service.command.progress import progress
-from tests.support.typing_in import type_in
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -145,15 +143,3 @@ def test_nothing_for_a_program(stderr):
     with progress("checking", is_silent=True) as update:
         update(0.5)
     assert noted.getvalue() == ""
-
-
-def test_a_model_with_a_broken_template_does_not_chat(run, monkeypatch, tmp_path):
-    for file in MODEL_DIR.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "chat_template.jinja").write_text("{{ nothing.at.all }}")
-    type_in(monkeypatch, "Hello")
-    code, out, said = run("chat", tmp_path, "--device", "cpu")
-    assert (code, out) == (2, "")
-    error = said.splitlines()[-1]
-    assert error.startswith(f"kvstore: the chat template of {tmp_path.name} is broken ('nothing' is undefined); give")

@@ -23,81 +23,84 @@ def keys(tmp_path):
     return path
 
 
-def check(access, route=USER, key=None, **headers):
-    """The tenant, or (status, code)."""
-    sent = {"Host": "localhost:8000", **headers}
-    if key is not None:
-        sent["Authorization"] = f"Bearer {key}"
-    try:
-        return access.check(make_mocked_request("GET", "/", headers=sent), route)
-    except ApiError as error:
-        return error.status, error.code
-
-
 def access_of(**options) -> Access:
     return Access(ServeOptions(**options))
 
 
-# -- keys ------------------------------------------------------------------------------------------------------------
-def test_each_key_brings_its_tenant(keys):
+FILE = {"api_key_file": "KEYS"}  # the file above
+ALL = {**FILE, "api_key": "key-of-nobody", "admin_key": BOSS}
+LOCKED, OPEN = {"admin_key": BOSS}, {"host": "0.0.0.0", "allow_no_key": True}
+NAMED = {"allowed_hosts": ("chat.example",), "allowed_origins": ("https://app.example:9",)}
+NO_KEY, NO_HOST, NO_ORIGIN = (401, "invalid_api_key"), (403, "host_not_allowed"), (403, "origin_not_allowed")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+UNKNOWN = bearer("wrong-as-it-is")
+CASES = [  # options, route, headers, and the tenant or what is told
+    # Each key brings its tenant, and no other one is let in.
+    (ALL, USER, bearer(KEY_A), "anna"),
+    (ALL, USER, bearer(KEY_B), "bert.b_2-x"),
+    (ALL, USER, bearer("key-of-nobody"), ""),
+    *((FILE, USER, bearer(key), NO_KEY) for key in ("", "key-of-ann", "key-of-annaa", "KEY-OF-ANNA", "kéy-of-anna")),
+    # It comes as a bearer, or as Anthropic's clients send it.
+    *((FILE, USER, {"Authorization": sent}, NO_KEY) for sent in (f"Basic {KEY_A}", KEY_A, f"Bearer{KEY_A}", "Bearer")),
+    (FILE, USER, bearer(f"{KEY_A} {KEY_A}"), NO_KEY),
+    (FILE, USER, {"Authorization": f"bearer  {KEY_A} "}, "anna"),
+    *((ALL, USER, {"x-api-key": sent}, "anna") for sent in (KEY_A, f" {KEY_A} ")),
+    *((ALL, USER, {"x-api-key": sent}, NO_KEY) for sent in ("", "key-of-ann", f"Bearer {KEY_A}")),
+    (ALL, USER, {"Authorization": "Basic of-a-proxy", "x-api-key": KEY_A}, "anna"),
+    (ALL, USER, {**bearer(KEY_B), "x-api-key": KEY_A}, "bert.b_2-x"),
+    (ALL, ADMIN, {"x-api-key": BOSS}, ""),
+    # Without keys everybody is the one tenant.
+    *(({}, USER, headers, "") for headers in ({}, UNKNOWN)),
+    # The administrator's routes are the administrator's; closed without one; a key of theirs locks no others.
+    (ALL, ADMIN, bearer(BOSS), ""),
+    (ALL, ADMIN, bearer(KEY_A), (403, "admin_only")),
+    *((ALL, ADMIN, headers, NO_KEY) for headers in ({}, UNKNOWN)),
+    *((options, ADMIN, headers, (403, "admin_closed")) for options in ({}, FILE) for headers in ({}, bearer(KEY_A))),
+    *((LOCKED, USER, headers, "") for headers in ({}, bearer(BOSS), UNKNOWN)),
+    *((LOCKED, ADMIN, headers, NO_KEY) for headers in ({}, UNKNOWN)),
+    (LOCKED, ADMIN, bearer(BOSS), ""),
+    # A server on this machine answers for its names alone, a public one for all but those that a list leaves out.
+    *(({"host": "127.5.0.1"}, USER, {"Host": host}, "") for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1")),
+    *(({"host": "127.5.0.1"}, USER, {"Host": host}, "") for host in ("[::1]:8000", "[::1]", "127.5.0.1:80")),
+    *(({}, USER, {"Host": host}, NO_HOST) for host in ("localhost.evil", "127.0.0.1.evil", "[::2]")),
+    *(({}, route, {"Host": "evil.example:80"}, NO_HOST) for route in (USER, ADMIN, PUBLIC)),
+    (OPEN, USER, {"Host": "chat.example"}, ""),
+    *((NAMED, USER, {"Host": host}, "") for host in ("Chat.Example:8443", "localhost", "app.example:9")),
+    *((NAMED | OPEN, USER, {"Host": host}, "") for host in ("chat.example", "127.0.0.1:8000")),
+    *((options, USER, {"Host": "evil.example"}, NO_HOST) for options in (NAMED, NAMED | OPEN)),
+    (OPEN | {"allowed_origins": ("https://chat.example",)}, USER, {"Host": "10.0.0.1:8000"}, ""),
+    # Pages of its own origin are let in, and those of an allowed one, which is that one alone.
+    *(({}, USER, {"Origin": origin}, "") for origin in ("http://localhost:8000", "HTTP://LocalHost:8000")),
+    *((options, USER, {"Origin": origin}, NO_ORIGIN) for options in ({}, OPEN)
+      for origin in ("http://evil.example", "null", "", "http://localhost:8001", "http://localhost")),
+    (NAMED, USER, {"Origin": "https://app.example:9"}, ""),
+    *((NAMED, USER, {"Origin": origin}, NO_ORIGIN) for origin in ("http://app.example:9", "null")),
+    *((NAMED, USER, {"Origin": f"https://{name}"}, NO_ORIGIN) for name in ("app.example", "app.example:90")),
+    (NAMED, USER, {"Origin": "https://a.app.example:9"}, NO_ORIGIN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "route", "headers", "expected"), CASES)
+def test_who_is_let_in_and_as_whom(keys, options, route, headers, expected):
+    access = access_of(**{name: keys if value == "KEYS" else value for name, value in options.items()})
+    try:
+        found = access.check(make_mocked_request("GET", "/", headers={"Host": "localhost:8000", **headers}), route)
+    except ApiError as error:
+        found = error.status, error.code
+    assert found == expected
+
+
+def test_its_tenants_are_known(keys):
     access = access_of(api_key_file=keys, api_key="key-of-nobody", admin_key=BOSS)
-    assert access.needs_key
-    assert check(access, key=KEY_A) == "anna"
-    assert check(access, key=KEY_B) == "bert.b_2-x"
-    assert check(access, key="key-of-nobody") == ""
-    assert access.tenants == ("", "anna", "bert.b_2-x")
-
-
-@pytest.mark.parametrize("key", ["", "key-of-ann", "key-of-annaa", "KEY-OF-ANNA", KEY_A[::-1], "kéy-of-anna"])
-def test_no_other_key_is_let_in(keys, key):
-    assert check(access_of(api_key_file=keys), key=key) == (401, "invalid_api_key")
-
-
-@pytest.mark.parametrize("header", [f"Basic {KEY_A}", KEY_A, f"Bearer{KEY_A}", f"Bearer {KEY_A} {KEY_A}", "Bearer"])
-def test_the_key_comes_as_a_bearer(keys, header):
-    assert check(access_of(api_key_file=keys), Authorization=header) == (401, "invalid_api_key")
-    assert check(access_of(api_key_file=keys), Authorization=f"bearer  {KEY_A} ") == "anna"
-
-
-def test_the_key_may_come_as_anthropic_s_clients_send_it(keys):
-    access = access_of(api_key_file=keys, admin_key=BOSS)
-    assert check(access, **{"x-api-key": KEY_A}) == "anna" == check(access, **{"X-Api-Key": f" {KEY_A} "})
-    assert check(access, Authorization="Basic of-a-proxy", **{"x-api-key": KEY_A}) == "anna"
-    assert check(access, key=KEY_B, **{"x-api-key": KEY_A}) == "bert.b_2-x"
-    assert check(access, ADMIN, **{"x-api-key": BOSS}) == ""
-    for wrong in ("", "key-of-ann", f"Bearer {KEY_A}"):
-        assert check(access, **{"x-api-key": wrong}) == (401, "invalid_api_key")
+    assert access.needs_key and access.tenants == ("", "anna", "bert.b_2-x")
     assert access.tenant_of({"x-api-key": KEY_A}) == "anna" and access.tenant_of({}) == ""
-
-
-def test_without_keys_everybody_is_the_one_tenant():
-    access = access_of()
-    assert not access.needs_key
-    assert access.tenants == ("",)
-    assert check(access) == "" == check(access, key="whatever-it-is")
-
-
-# -- the administrator -----------------------------------------------------------------------------------------------
-def test_admin_routes_are_the_administrators(keys):
-    access = access_of(api_key_file=keys, admin_key=BOSS)
-    assert check(access, ADMIN, key=BOSS) == ""
-    assert check(access, ADMIN, key=KEY_A) == (403, "admin_only")
-    assert check(access, ADMIN) == (401, "invalid_api_key") == check(access, ADMIN, key="wrong-as-it-is")
-
-
-def test_admin_routes_are_closed_without_an_administrator(keys):
-    for access in (access_of(), access_of(api_key_file=keys)):
-        for key in (None, KEY_A, "wrong-as-it-is"):
-            assert check(access, ADMIN, key=key) == (403, "admin_closed")
-
-
-def test_an_administrators_key_alone_locks_the_administrators_routes_only():
-    access = access_of(admin_key=BOSS)
-    assert not access.needs_key
-    for key in (None, BOSS, "wrong-as-it-is"):
-        assert check(access, key=key) == ""
-    assert check(access, ADMIN) == (401, "invalid_api_key") == check(access, ADMIN, key="wrong-as-it-is")
-    assert check(access, ADMIN, key=BOSS) == ""
+    for other in (access_of(), access_of(admin_key=BOSS)):
+        assert not other.needs_key and other.tenants == ("",)
 
 
 # -- files of keys ---------------------------------------------------------------------------------------------------
@@ -173,73 +176,13 @@ def test_options_that_are_wrong_are_refused(wrong):
 @pytest.mark.parametrize(("flag", "text"), [
     ("--port", "http"), ("--port", "65536"), ("--port", "-1"), ("--request-timeout", "0"), ("--max-queue", "0"),
     ("--request-timeout", "nan"), ("--max-body", "1"), ("--log-format", "xml"), ("--engine-restarts", "-1"),
-])  # fmt: skip
-def test_flags_refuse_what_is_out_of_bounds(flag, text):
-    option = next(option for option in SERVE_OPTIONS if option.flag == flag)
-    with pytest.raises(ConfigError, match=flag):
-        option.reads.read(flag, text)
-
-
-# -- browsers --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "127.5.0.1:80"])
-def test_a_server_on_this_machine_answers_for_its_names(host):
-    assert check(access_of(host="127.5.0.1"), Host=host) == ""
-
-
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil", "127.0.0.1.evil", "[::2]"])
-def test_and_for_no_other_name(host):
-    for route in (USER, ADMIN, PUBLIC):
-        assert check(access_of(), route, Host=host) == (403, "host_not_allowed")
-
-
-def test_a_public_server_answers_for_every_name():
-    assert check(access_of(host="0.0.0.0", allow_no_key=True), Host="chat.example") == ""
-
-
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://localhost:8001", "http://localhost"])
-@pytest.mark.parametrize("options", [{}, {"host": "0.0.0.0", "allow_no_key": True}])
-def test_pages_of_another_origin_are_refused(origin, options):
-    assert check(access_of(**options), Origin=origin) == (403, "origin_not_allowed")
-
-
-def test_pages_of_this_server_are_not():
-    assert check(access_of(), Origin="http://localhost:8000") == ""
-    assert check(access_of(), Origin="HTTP://LocalHost:8000") == ""
-
-
-@pytest.mark.parametrize("host", ["chat.example", "Chat.Example:8443", "localhost", "app.example:9"])
-def test_names_that_a_proxy_sends_can_be_allowed(host):
-    access = access_of(allowed_hosts=("chat.example",), allowed_origins=("https://app.example:9",))
-    assert check(access, Host=host) == ""
-    assert check(access, Host="evil.example") == (403, "host_not_allowed")
-
-
-def test_a_public_server_with_allowed_names_answers_for_those_alone():
-    access = access_of(host="0.0.0.0", allow_no_key=True, allowed_hosts=("chat.example",))
-    assert check(access, Host="chat.example") == "" == check(access, Host="127.0.0.1:8000")
-    assert check(access, Host="evil.example") == (403, "host_not_allowed")
-    any_name = access_of(host="0.0.0.0", allow_no_key=True, allowed_origins=("https://chat.example",))
-    assert check(any_name, Host="10.0.0.1:8000") == ""
-
-
-@pytest.mark.parametrize(
-    "origin",
-    ["http://chat.example", "https://chat.example:8443", "https://chat.example.evil", "https://a.chat.example", "null"],
-)
-def test_an_allowed_origin_is_that_one_alone(origin):
-    access = access_of(allowed_origins=("https://chat.example",))
-    assert check(access, Origin="https://chat.example") == ""
-    assert check(access, Origin=origin) == (403, "origin_not_allowed")
-
-
-@pytest.mark.parametrize(("flag", "text"), [
     ("--allowed-host", "*"), ("--allowed-host", ""), ("--allowed-host", "https://a.example"),
     ("--allowed-host", "a.example:80"), ("--allowed-host", "a.example,"), ("--allowed-origin", "*"),
     ("--allowed-origin", "null"), ("--allowed-origin", "a.example"), ("--allowed-origin", "https://a.example/"),
     ("--allowed-origin", "https://*.example"), ("--allowed-origin", "https://a.example:443"),
     ("--allowed-origin", "http://a@b.example"), ("--allowed-origin", "https://a.example:x"),
 ])  # fmt: skip
-def test_what_is_no_host_or_origin_is_refused(flag, text):
+def test_flags_refuse_what_they_cannot_be(flag, text):
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)
     with pytest.raises(ConfigError, match=f"{flag} is"):
         option.reads.read(flag, text)

@@ -113,21 +113,6 @@ def test_a_body_that_does_not_end_is_not_waited_for(hasty):
     hasty.wait_until_idle()
 
 
-@pytest.mark.parametrize("length", [100_001, 10**12])
-def test_a_body_that_says_it_is_too_large_is_not_read(server, length):
-    with server.connect() as raw:
-        raw.sendall(POST + head(f"Content-Length: {length}\n\n"))
-        reply = read_answer(raw)
-    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-
-
-def test_a_body_that_grows_too_large_is_not_read_on(server):
-    with server.connect() as raw:
-        raw.sendall(POST + head("Transfer-Encoding: chunked\n\n") + b"1ADB0\r\n" + b" " * 0x1ADB0 + b"\r\n")
-        reply = read_answer(raw)
-    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-
-
 def test_a_body_of_just_the_limit_is_read(server):
     body = BODY[:-1] + b" " * (100_000 - len(BODY)) + b"}"
     assert len(body) == 100_000
@@ -142,13 +127,6 @@ def test_a_body_that_ends_too_early_leaves_nothing(server):
     server.wait_until_idle()
 
 
-def test_chunks_that_are_none(server):
-    with server.connect() as raw:
-        raw.sendall(POST + head("Transfer-Encoding: chunked\n\nxyz\n"))
-        assert read_answer(raw).status == 400
-    server.wait_until_idle()
-
-
 def test_a_body_nobody_read_is_not_taken_for_a_request(server):
     with server.connect() as raw:
         raw.sendall(head("POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: 999\n\n"))
@@ -158,9 +136,19 @@ def test_a_body_nobody_read_is_not_taken_for_a_request(server):
         assert read_to_end(raw) == b""
 
 
-def test_compressed_bodies_are_refused_unread(server):
-    reply = server.post("/tokenize", b"\x1f\x8b", **{"Content-Encoding": "gzip"})
-    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+@pytest.mark.parametrize(("sent", "status", "code"), [
+    (POST + head("Content-Length: 100001\n\n"), 413, "body_too_large"),
+    (POST + head(f"Content-Length: {10**12}\n\n"), 413, "body_too_large"),
+    (POST + head("Transfer-Encoding: chunked\n\n") + b"1ADB0\r\n" + b" " * 0x1ADB0 + b"\r\n", 413, "body_too_large"),
+    (POST + head("Transfer-Encoding: chunked\n\nxyz\n"), 400, "bad_request"),
+    (POST + head("Content-Encoding: gzip\nContent-Length: 2\n\n") + b"\x1f\x8b", 415, "unsupported_media_type"),
+])  # fmt: skip
+def test_bodies_that_are_not_taken(server, sent, status, code):
+    with server.connect() as raw:
+        raw.sendall(sent)
+        reply = read_answer(raw)
+    assert (reply.status, reply.error["code"]) == (status, code)
+    server.wait_until_idle()
 
 
 @pytest.mark.parametrize("sent", [

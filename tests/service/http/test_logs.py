@@ -42,7 +42,8 @@ def test_a_bug_brings_its_trace(lines):
     assert "\n" not in lines["json"][0]
 
 
-def test_a_requests_line_has_tokens_hits_by_tier_and_ttft(lines):
+def test_a_requests_line_has_tokens_hits_by_tier_and_ttft_and_polls_are_told_at_debug(lines):
+    LOGGER.setLevel(logging.DEBUG)
     with serving() as server:
         said = {"message": "My dog is called Rex. He likes long walks by the sea.", "max_tokens": 4}
         first = server.post("/chat", said).json()
@@ -55,7 +56,9 @@ def test_a_requests_line_has_tokens_hits_by_tier_and_ttft(lines):
         for path in ("/health", "/ready", "/metrics"):
             assert server.get(path).status == 200
     found = [one for one in map(json.loads, lines["json"]) if one["message"] == "request"]
-    new, again, *both, stateless, version = found  # and no poll
+    assert [one["route"] for one in found if one["level"] == "DEBUG"] == ["/health", "/ready", "/metrics"]
+    found = [one for one in found if one["level"] == "INFO"]
+    new, again, *both, stateless, version = found
     usage = first["usage"]
     assert (new["prompt_tokens"], new["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
     assert 0 < again["hbm_tokens"] == again["cached_tokens"] < again["prompt_tokens"]
@@ -65,32 +68,14 @@ def test_a_requests_line_has_tokens_hits_by_tier_and_ttft(lines):
     assert f" prompt_tokens={usage['prompt_tokens']} completion_tokens=" in lines["text"][0]
 
 
-def test_polls_are_told_at_debug(lines):
-    LOGGER.setLevel(logging.DEBUG)
-    with serving() as server:
-        server.get("/health")
-    (one,) = [one for one in map(json.loads, lines["json"]) if one["message"] == "request"]
-    assert (one["level"], one["route"]) == ("DEBUG", "/health")
-
-
-@pytest.fixture
-def loggers():
-    """Those that are set up, and are afterwards as they were."""
-    found = [logging.getLogger(name) for name in ("kvstore", "aiohttp.server")]
-    known = [(one, one.level, one.handlers[:], one.propagate) for one in found]
-    yield found
-    for one, its_level, handlers, propagates in known:
-        one.setLevel(its_level)
-        one.handlers[:], one.propagate = handlers, propagates
-
-
 @pytest.mark.parametrize("level", LOG_LEVELS)
-def test_the_level_is_the_flags(level, loggers):
+def test_the_level_is_the_flags(level):
     set_up_logging("text", ServeOptions(log_level=level).log_level)
-    assert {one.level for one in loggers} == {getattr(logging, level.upper())}
+    assert {logging.getLogger(name).level for name in ("kvstore", "aiohttp.server")} == {
+        getattr(logging, level.upper())
+    }
 
 
-@pytest.mark.usefixtures("loggers")
 def test_engine_and_store_write_lines_of_the_same_form(capsys):
     set_up_logging("json", "warning")
     for name in ("kvstore.engine", "kvstore.store"):

@@ -55,24 +55,6 @@ def test_a_conversation_stays_with_its_replica_from_its_first_turn_on(fleet):
     assert seen == {"replica-0", "replica-1"}
 
 
-def test_a_retry_finds_its_turn_and_the_session_goes_on_there(fleet):
-    whose = Whose(fleet)
-    body, named = {"message": "Once only.", **SHORT}, {"Idempotency-Key": "once"}
-    first, again = (fleet.post("/chat", body, **named).json() for _ in range(2))
-    assert (first["session_id"], first["turn"], first["message"]) == (again["session_id"], 1, again["message"])
-    assert chat(fleet, "And twice.", first["session_id"])["turn"] == 2
-    assert len(whose.answered()) == 1
-
-
-def test_histories_as_text_stay_as_well(fleet):
-    for number in range(4):
-        said = [{"role": "user", "content": f"{TOLD} That was story number {number}."}]
-        first = fleet.post("/v1/chat/completions", {"messages": said, **SHORT}).json()
-        said += [first["choices"][0]["message"], {"role": "user", "content": "Go on."}]
-        again = fleet.post("/v1/chat/completions", {"messages": said, **SHORT}).json()
-        assert details(again)["hbm"] >= first["usage"]["prompt_tokens"] // 16 * 16 > 0
-
-
 @pytest.mark.parametrize("path", TALKING_ROUTES)
 def test_routes_stream_to_their_end(fleet, path):
     stream = Stream(fleet, path, {**talking_body(path, "Hello."), **SHORT})

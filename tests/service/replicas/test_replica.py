@@ -57,7 +57,7 @@ async def has_failed(replica):
 
 
 async def story(store):
-    async with replica_at(store, shutdown_timeout_s=120) as replica:
+    async with replica_at(store, shutdown_timeout_s=120, max_connections=1) as replica:
         head, body = await answered(replica, "POST", "/chat", SHORT, **{"x-new-session": "chosen"})
         assert (head.status, json.loads(body)["session_id"]) == (200, "chosen")
         head, body = await answered(replica, "GET", "/sessions/chosen?limit=1")
@@ -71,6 +71,7 @@ async def story(store):
         stream = replica.answer(passed("POST", "/chat", {**LONG, "session_id": "chosen"}))
         head = await anext(stream)
         assert head.is_stream and await anext(stream)
+        await replica.check_health()  # though it takes no more requests now
         await stream.aclose()  # the client has gone
         await wait_in_loop(lambda: is_aborted(replica), "the request is aborted")
         head, body = await answered(replica, "GET", "/sessions/chosen")
@@ -107,17 +108,6 @@ def test_an_engine_that_has_failed_for_good_is_told_to_ray(tmp_path):
             await wait_in_loop(lambda: has_failed(replica), "it is found to have failed")
 
     asyncio.run(fail())
-
-
-def test_a_replica_with_as_many_requests_as_it_takes_is_healthy(tmp_path):
-    async def look():
-        async with replica_at(tmp_path, max_connections=1) as replica:
-            stream = replica.answer(passed("POST", "/chat", LONG))
-            assert (await anext(stream)).status == 200
-            await replica.check_health()
-            await stream.aclose()
-
-    asyncio.run(look())
 
 
 def test_a_replica_has_a_store_and_ports_of_its_own(tmp_path):

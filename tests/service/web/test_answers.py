@@ -158,8 +158,7 @@ def test_markdown_that_means_harm_does_none(server: Serving, tabs: Tabs) -> None
     assert all(url.startswith(server.url) for url in asked)
 
 
-def test_nor_while_it_streams(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_nor_while_it_streams(page: Any) -> None:
     pieces = [HOSTILE[start : start + 7] for start in range(0, len(HOSTILE), 7)]
     events = [{"session_id": "s", "turn": 1, "delta": {"content": piece}} for piece in pieces]
     failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
@@ -203,8 +202,7 @@ STREAM = """async ([pieces, each]) => {
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
-def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(server: Serving, tabs: Tabs, size: int) -> None:
-    page = tabs.open(server.url)
+def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(size: int, page: Any) -> None:
     pieces = [RICH[start : start + size] for start in range(0, len(RICH), size)]
     found = page.evaluate(STREAM, [pieces, max(1, 8 // size)])
     assert found["ended"] == found["whole"]
@@ -212,8 +210,7 @@ def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(server: Serv
     assert found["isFirstKept"]
 
 
-def test_a_long_answer_is_drawn_block_by_block_and_once_a_frame(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_a_long_answer_is_drawn_block_by_block_and_once_a_frame(page: Any) -> None:
     pieces = [f"Paragraph {number} of them.\n\n" for number in range(80)]
     found = page.evaluate(STREAM, [pieces, 1])
     assert found["isFirstKept"]

@@ -49,8 +49,7 @@ def fits(page: Any) -> bool:
 
 
 # -- a conversation --------------------------------------------------------------------------------------------------
-def test_two_turns_show_their_bars_and_a_reload_shows_them_again(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_two_turns_show_their_bars_and_a_reload_shows_them_again(page: Any) -> None:
     first = send(page, "My dog is called Biscuit. I live in Lisbon, and my door code is 4719.")
     assert first.locator(".answer .text").inner_text().strip()
     second = send(page, "What is my dog called?")
@@ -71,8 +70,7 @@ def test_two_turns_show_their_bars_and_a_reload_shows_them_again(server: Serving
     page.locator("#sessions [aria-current]").wait_for()
 
 
-def test_the_page_shows_what_the_service_stored(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_the_page_shows_what_the_service_stored(server: Serving, page: Any) -> None:
     turn = send(page, "Where did the tokens come from?")
     session = server.get(f"/sessions/{page.url.partition('#')[2]}").json()
     stored = session["turns_data"][0]
@@ -85,8 +83,7 @@ def test_the_page_shows_what_the_service_stored(server: Serving, tabs: Tabs) -> 
     assert numbers == [prompt, *by_tier, prompt - sum(by_tier)]
 
 
-def test_the_welcome_stands_above_no_conversation(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_the_welcome_stands_above_no_conversation(page: Any) -> None:
     page.locator(".empty").wait_for()
     send(page, "Hello")
     assert page.locator(".empty").count() == 0
@@ -94,8 +91,7 @@ def test_the_welcome_stands_above_no_conversation(server: Serving, tabs: Tabs) -
     page.locator(".empty").wait_for()
 
 
-def test_shift_enter_starts_a_line_and_enter_sends(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_shift_enter_starts_a_line_and_enter_sends(page: Any) -> None:
     page.fill("#message", "one")
     page.press("#message", "Shift+Enter")
     page.keyboard.type("two")
@@ -106,8 +102,7 @@ def test_shift_enter_starts_a_line_and_enter_sends(server: Serving, tabs: Tabs) 
     assert page.locator(".question .text").inner_text() == "one\ntwo"
 
 
-def test_markup_stays_text(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_markup_stays_text(page: Any) -> None:
     send(page, MARKUP)
     for _ in range(2):
         assert page.locator(".question .text").inner_text() == MARKUP
@@ -118,8 +113,7 @@ def test_markup_stays_text(server: Serving, tabs: Tabs) -> None:
     page.locator("#sessions .name", has_text="<img src=x").first.wait_for()
 
 
-def test_nothing_reaches_beyond_the_window_in_light_and_dark(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_nothing_reaches_beyond_the_window_in_light_and_dark(page: Any) -> None:
     assert fits(page)
     send(page, f"{LONG_WORD} {MARKUP}")
     for width, height in (DESKTOP, PHONE):
@@ -166,7 +160,7 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
 
 
 @pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
-def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs, stop: Callable[[Any], None]) -> None:
+def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], None], page: Any) -> None:
     stop_asked = threading.Event()
 
     def until_stop() -> None:
@@ -174,7 +168,6 @@ def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs, stop: Callabl
         if server.engine.loop.runner.times.num_steps >= held_from:
             stop_asked.wait(TIMEOUT_S)
 
-    page = tabs.open(server.url)
     page.route("**/chat", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | ENDLESS)))
     held_from = server.engine.stats()["step"]["num_steps"] + 4
     with before_each_step(server.engine, until_stop):
@@ -206,8 +199,7 @@ def test_what_left_the_window_is_marked(tabs: Tabs) -> None:
 
 
 # -- when something fails --------------------------------------------------------------------------------------------
-def test_a_message_that_fails_stays_in_the_box_and_can_be_sent_again(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_a_message_that_fails_stays_in_the_box_and_can_be_sent_again(tabs: Tabs, page: Any) -> None:
     lost = re.compile("/(chat|sessions.*)$")
     page.route(lost, lambda route: route.abort())
     page.fill("#message", "Please keep this text.")
@@ -242,8 +234,7 @@ def refuse(answer: dict[str, Any], route: Any) -> None:
     route.fulfill(**answer)
 
 
-def test_refusals_are_put_in_plain_words_and_retry_is_offered_where_it_may_help(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_refusals_are_put_in_plain_words_and_retry_is_offered_where_it_may_help(tabs: Tabs, page: Any) -> None:
     for status, code, headers, words, may_pass in REFUSALS:
         error = {"message": "the server's own words", "type": "invalid_request_error", "param": None, "code": code}
         answer = {"status": status, "headers": headers, "body": json.dumps({"error": error})}
@@ -257,8 +248,7 @@ def test_refusals_are_put_in_plain_words_and_retry_is_offered_where_it_may_help(
     tabs.errors.clear()
 
 
-def test_an_answer_that_breaks_off_is_marked_and_its_question_kept(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_an_answer_that_breaks_off_is_marked_and_its_question_kept(page: Any) -> None:
     first = {"id": "t", "session_id": "s", "turn": 1, "delta": {"content": "Half an ans"}, "finish_reason": None}
     failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
     body = f"data: {json.dumps(first)}\n\ndata: {json.dumps(failure)}\n\ndata: [DONE]\n\n"
@@ -302,8 +292,7 @@ def test_a_server_with_keys_asks_for_one_and_the_page_stores_it_nowhere(tabs: Ta
 
 
 # -- the list of conversations ---------------------------------------------------------------------------------------
-def test_forking_pinning_and_deleting(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_forking_and_deleting(server: Serving, page: Any) -> None:
     send(page, "The first turn.")
     send(page, "The second turn.")
     source = page.url.partition("#")[2]
@@ -317,8 +306,6 @@ def test_forking_pinning_and_deleting(server: Serving, tabs: Tabs) -> None:
     assert server.get(f"/sessions/{fork}").json()["parent"] is not None
 
     row = page.locator(f'[data-id="{fork}"]')
-    row.get_by_role("button", name="Pin").click()
-    row.locator('.pin[aria-pressed="true"]').wait_for()
     row.get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Keep it").click()
     assert server.get(f"/sessions/{fork}").status == 200
@@ -330,8 +317,7 @@ def test_forking_pinning_and_deleting(server: Serving, tabs: Tabs) -> None:
     page.locator(".turn").wait_for(state="detached")
 
 
-def test_pins_are_the_server_s(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_pins_are_the_server_s(server: Serving, page: Any) -> None:
     send(page, "A conversation that is pinned.")
     session_id = page.url.partition("#")[2]
     pin = page.locator(f'[data-id="{session_id}"] .pin')
@@ -359,8 +345,7 @@ def test_the_list_goes_on_page_by_page(server: Serving, tabs: Tabs) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_typing_in_a_conversation_prefetches_it_once(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_typing_in_a_conversation_prefetches_it_once(page: Any) -> None:
     asked: list[str] = []
     page.on("request", lambda request: "prefetch" in request.url and asked.append(request.url))
     page.fill("#message", "Nothing to fetch for a new chat")
@@ -372,8 +357,7 @@ def test_typing_in_a_conversation_prefetches_it_once(server: Serving, tabs: Tabs
     assert len(asked) == 1
 
 
-def test_a_draft_waits_for_its_conversation(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_a_draft_waits_for_its_conversation(page: Any) -> None:
     send(page, "Hello")
     chosen = page.locator(f'[data-id="{page.url.partition("#")[2]}"] .choose')
     page.fill("#message", "not sent yet")
@@ -385,8 +369,7 @@ def test_a_draft_waits_for_its_conversation(server: Serving, tabs: Tabs) -> None
 
 
 # -- the tiers -------------------------------------------------------------------------------------------------------
-def test_the_tiers_show_the_servers_own_numbers(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_the_tiers_show_the_servers_own_numbers(server: Serving, page: Any) -> None:
     send(page, "Something to count.")
     page.click("#show-tiers")
     page.locator(".card .gauge").first.wait_for()
@@ -431,8 +414,7 @@ EVENTS_OF_BYTES = """async (bytes) => {
 }"""
 
 
-def test_events_survive_any_cut(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_events_survive_any_cut(page: Any) -> None:
     sent = [{"delta": {"content": "Grüße, 日本語 🎉\n"}}, {"delta": {"content": "data: [DONE]\n\n"}}]
     for newline in ("\n", "\r\n"):
         lines = "".join(f"data: {json.dumps(event, ensure_ascii=False)}{newline}{newline}" for event in sent)
@@ -442,8 +424,7 @@ def test_events_survive_any_cut(server: Serving, tabs: Tabs) -> None:
         assert broken_off == [*sent, "the connection ended in the middle of the answer"]
 
 
-def test_metrics_are_read_as_prometheus_writes_them(server: Serving, tabs: Tabs) -> None:
-    page = tabs.open(server.url)
+def test_metrics_are_read_as_prometheus_writes_them(page: Any) -> None:
     text = '# HELP a b\n# TYPE a counter\na_total{tier="c\\"p,u}",x="1"} 1.5e+09 1700000000\nb +Inf\nnot a sample\n'
     script = """async (text) => (await import("/web/metrics.js")).parseMetrics(text)
       .map(({ name, labels, value }) => [name, labels, String(value)])"""

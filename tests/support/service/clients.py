@@ -1,4 +1,4 @@
-"""Clients that talk to a server until it dies, and know afterwards what it has to know.
+"""Clients that talk to a server, perhaps until it dies, and know afterwards what it has to know.
 
 An acknowledged turn is there for ever; one that was not acknowledged is there whole or not at all; nothing is twice.
 """
@@ -6,12 +6,11 @@ An acknowledged turn is there for ever; one that was not acknowledged is there w
 import http.client
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.support.service.server_process import ServerProcess
-from tests.support.service.talking import Stream
+from tests.support.service.talking import Stream, chat
 from tests.support.waiting import TIMEOUT_S
 
 MAX_TURNS = 6  # of one conversation: it stays within the window, so what is cached of it can be told
@@ -54,37 +53,57 @@ class Attempt:
 
 @dataclass
 class Talk:
-    """A conversation as its client was told. num_durable: its tokens whose KV was flushed to disk."""
+    """A conversation as its client was told. num_durable: its tokens whose KV was flushed to disk. num_remote: those
+    that came from a tier which servers share.
+    """
 
     turns: list[tuple[str, str]] = field(default_factory=list)
     num_tokens: int = 0
     num_durable: int = 0
+    num_remote: int = 0
 
     def add(self, said: str, answer: dict) -> None:
         assert answer["turn"] == len(self.turns) + 1, "a turn too many or too few"
         self.turns.append((said, answer["message"]["content"]))
         self.num_tokens = answer["usage"]["total_tokens"]
+        self.num_remote += answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["remote"]
 
 
-class SessionClient:
-    """Talks on /chat, one turn after the other."""
+class Client:
+    """Who talks until the server does not answer any more. name: also the seed of all that it draws."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self.name, self._progress = name, progress
-        self._rng = random.Random(name)
+        self.rng = random.Random(name)
         self._number = 0
-        self.talks: dict[str, Talk] = {}
-        self.current: str | None = None
-        self.attempt: Attempt | None = None
 
     def talk(self, server: ServerProcess) -> None:
-        """Until the server does not answer any more."""
         while self.step(server):
             pass
 
     def step(self, server: ServerProcess) -> bool:
         """One turn; whether it was acknowledged."""
-        self.attempt = attempt = self._next()
+        raise NotImplementedError
+
+
+class SessionClient(Client):
+    """Talks on /chat, one turn after the other. sampled: how, if it is not drawn; each turn has a key then."""
+
+    def __init__(self, name: str, progress: Progress, sampled: dict | None = None) -> None:
+        super().__init__(name, progress)
+        self._sampled = sampled
+        self.talks: dict[str, Talk] = {}
+        self.current: str | None = None
+        self.attempt: Attempt | None = None
+
+    def step(self, server: ServerProcess) -> bool:
+        self.begin()
+        return self.ask(server)
+
+    def ask(self, server: ServerProcess) -> bool:
+        """For the turn that was begun, perhaps again; whether it is acknowledged."""
+        attempt = self.attempt
+        assert attempt is not None
         try:
             answer = self._asked(server, attempt)
         except BROKEN:
@@ -93,35 +112,52 @@ class SessionClient:
             self._acknowledged(answer)
         return answer is not None
 
-    def _next(self) -> Attempt:
-        rng = self._rng
+    def begin(self) -> None:
+        """Its next turn."""
+        rng = self.rng
         if self.current is not None and len(self.talks[self.current].turns) >= MAX_TURNS:
             self.current = None
         self._number += 1
-        said = f"{self.name} says number {self._number}. " + QUOTE[: rng.randrange(len(QUOTE))]
-        sampled = {"max_tokens": rng.randrange(4, 40), "ignore_eos": True, "temperature": rng.choice((0, 1.0))}
-        body = {"message": said, "stream": rng.random() < 0.6, **sampled}
+        said = f"{self.name} says number {self._number}. "
+        if self._sampled is not None:
+            body, has_key = {"message": said, "stream": False, **self._sampled}, True
+        else:
+            sampled = {"max_tokens": rng.randrange(4, 40), "ignore_eos": True, "temperature": rng.choice((0, 1.0))}
+            body = {"message": said + QUOTE[: rng.randrange(len(QUOTE))], "stream": rng.random() < 0.6, **sampled}
+            has_key = rng.random() < 0.6
         if self.current is not None:
             body["session_id"] = self.current
-        headers = {"Idempotency-Key": f"{self.name} {self._number}"} if rng.random() < 0.6 else {}
-        return Attempt(self.current, body, headers)
+        headers = {"Idempotency-Key": f"{self.name} {self._number}"} if has_key else {}
+        self.attempt = Attempt(self.current, body, headers)
 
     def _asked(self, server: ServerProcess, attempt: Attempt) -> dict | None:
         """The acknowledged answer; None when the server says that it failed."""
         if attempt.body["stream"]:
             return self._streamed(server, attempt)
         reply = server.request("POST", "/chat", attempt.body, attempt.headers)
+        assert reply.status in (200, 429, 503) or (self._sampled and reply.status == 409), reply.body
+        if reply.status != 200:
+            return None
         self._progress.add()
-        assert reply.status in (200, 503), reply.body
-        return reply.json() if reply.status == 200 else None
+        return reply.json()
 
     def _streamed(self, server: ServerProcess, attempt: Attempt) -> dict | None:
-        for event in events_of(server, "/chat", attempt.body, self._progress, **attempt.headers):
-            attempt.session_id = event["session_id"]
-            if event["finish_reason"] is not None:
-                assert event["message"]["content"] == attempt.text
-                return event
-            attempt.text += event["delta"]["content"]
+        """It ends early where the server is full, says that it failed, or dies."""
+        stream = Stream(server, "/chat", attempt.body, **attempt.headers)
+        try:
+            assert stream.status in (200, 429, 503), stream.next()
+            while stream.status == 200 and isinstance(event := stream.next(), dict):
+                self._progress.add()
+                if "error" in event:
+                    assert event["error"]["type"] == "server_error", event
+                    return None
+                attempt.session_id = event["session_id"]
+                if event["finish_reason"] is not None:
+                    assert event["message"]["content"] == attempt.text
+                    return event
+                attempt.text += event["delta"]["content"]
+        finally:
+            stream.leave()
         return None
 
     def _acknowledged(self, answer: dict) -> None:
@@ -187,11 +223,9 @@ class SessionClient:
         if self.current is None:
             return
         talk = self.talks[self.current]
-        body = {"session_id": self.current, "message": f"{self.name} is back.", "max_tokens": 4}
-        reply = server.post("/chat", body)
-        assert reply.status == 200, reply.body
-        talk.add(body["message"], reply.json())
-        check_cached(reply.json(), talk.num_durable, tier)
+        answer = chat(server, f"{self.name} is back.", self.current, max_tokens=4)
+        talk.add(f"{self.name} is back.", answer)
+        check_cached(answer, talk.num_durable, tier)
 
     def note_flush(self) -> None:
         if self.current is not None:  # whose KV this server has, computed or loaded
@@ -199,54 +233,33 @@ class SessionClient:
             talk.num_durable = max(talk.num_tokens - 1, 0)  # the last token was never computed
 
 
-class HistoryClient:
+class HistoryClient(Client):
     """Talks on /v1/chat/completions, with the whole history in each request."""
 
     def __init__(self, name: str, progress: Progress) -> None:
-        self.name, self._progress = name, progress
-        self._rng = random.Random(name)
-        self._number = 0
+        super().__init__(name, progress)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.messages: list[dict[str, str]] = []
         self.num_tokens = self.num_durable = 0
-
-    def talk(self, server: ServerProcess) -> None:
-        while self.step(server):
-            pass
 
     def step(self, server: ServerProcess) -> bool:
         if len(self.messages) >= 2 * MAX_TURNS:
             self.begin_anew()
         self._number += 1
         asked = [*self.messages, {"role": "user", "content": f"{self.name} asks {self._number}. {QUOTE}"}]
-        body = {"messages": asked, "max_tokens": self._rng.randrange(4, 40), "ignore_eos": True}
+        body = {"messages": asked, "max_tokens": self.rng.randrange(4, 40), "ignore_eos": True}
         try:
-            answer = self._streamed(server, body) if self._rng.random() < 0.6 else self._whole(server, body)
+            reply = server.post("/v1/chat/completions", body)
         except BROKEN:
             return False
-        if answer is None:
-            return False
-        text, self.num_tokens = answer
-        self.messages = [*asked, {"role": "assistant", "content": text}]
-        return True
-
-    def begin_anew(self) -> None:
-        self.messages, self.num_tokens, self.num_durable = [], 0, 0
-
-    def _whole(self, server: ServerProcess, body: dict) -> tuple[str, int] | None:
-        reply = server.post("/v1/chat/completions", body)
         self._progress.add()
-        assert reply.status in (200, 503), reply.body
-        if reply.status == 503:
-            return None
-        return reply.json()["choices"][0]["message"]["content"], reply.json()["usage"]["total_tokens"]
-
-    def _streamed(self, server: ServerProcess, body: dict) -> tuple[str, int] | None:
-        text, body = "", {**body, "stream_options": {"include_usage": True}}
-        for event in events_of(server, "/v1/chat/completions", body, self._progress):
-            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-            if event.get("usage"):  # the last one
-                return text, event["usage"]["total_tokens"]
-        return None
+        assert reply.status in (200, 429, 503), reply.body
+        if reply.status == 200:
+            self.messages = [*asked, reply.json()["choices"][0]["message"]]
+            self.num_tokens = reply.json()["usage"]["total_tokens"]
+        return reply.status == 200
 
     def check(self, server: ServerProcess) -> None:
         """Its history is its own: the server keeps none."""
@@ -260,21 +273,6 @@ class HistoryClient:
 
     def note_flush(self) -> None:
         self.num_durable = max(self.num_tokens - 1, 0)
-
-
-def events_of(server: ServerProcess, path: str, body: dict, progress: Progress, **headers: str) -> Iterator[dict]:
-    """Of a streamed answer; it ends early where the server is full, says that it failed, or dies."""
-    stream = Stream(server, path, body, **headers)
-    try:
-        assert stream.status in (200, 503), stream.next()
-        while stream.status == 200 and isinstance(event := stream.next(), dict):
-            progress.add()
-            if "error" in event:
-                assert event["error"]["type"] == "server_error", event
-                return
-            yield event
-    finally:
-        stream.leave()
 
 
 def check_cached(answer: dict, num_durable: int, tier: str | None) -> None:

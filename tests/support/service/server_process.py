@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -90,9 +91,9 @@ def launch(
 
 
 @contextmanager
-def launched(store: Path, *flags: str, within: Sequence[str] = ()) -> Iterator[ServerProcess]:
+def launched(store: Path, *flags: str, **more: Any) -> Iterator[ServerProcess]:
     """`launch`; killed at the end, if it still runs. A test that fails shows what the server said."""
-    server = launch(store, *flags, within=within)
+    server = launch(store, *flags, **more)
     try:
         yield server
     except Exception:

@@ -14,6 +14,23 @@ from tests.support.waiting import TIMEOUT_S
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 TALKING_ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 SHORT = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+SECRET = "Xanthippe_of_4711"
+WRONG = [  # bodies that are refused, most of them with the secret
+    ("/chat", {"message": SECRET, "temperature": -1}), ("/chat", {"message": SECRET, "session_id": "0" * 32}),
+    ("/chat", {"message": SECRET, "session_id": "../x"}), ("/chat", {"message": SECRET, "n": SECRET}),
+    ("/chat", {"message": {"role": "king", "content": SECRET}}), ("/chat", {"messages": SECRET}), ("/chat", b"[]"),
+    ("/chat", {"message": f"{SECRET} " * 3000, "truncation": "disabled"}), ("/chat", SECRET.encode()), ("/chat", b""),
+    ("/chat", {"message": SECRET, "messages": [{"role": "user", "content": SECRET}]}), ("/chat", b"[" * 50_000),
+    ("/chat", b'{"message": "' + SECRET.encode()), ("/chat", b'{"message": "' + SECRET.encode() + b'\xff"}'),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": SECRET}]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"{SECRET} " * 3000}]}),
+    ("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": SECRET}]}),
+    ("/v1/completions", {"prompt": SECRET, "max_tokens": 0}), ("/v1/completions", {"prompt": [[SECRET]]}),
+    ("/v1/completions", {"prompt": [10**9]}), ("/v1/responses", {"input": SECRET, "truncation": SECRET[:3]}),
+    ("/v1/responses", {"input": [{"type": "picture", "content": SECRET}]}), ("/tokenize", {"prompt": 5, "x": SECRET}),
+    ("/v1/responses", {"input": SECRET, "previous_response_id": "resp_0_1"}), ("/chat", b'{"temperature": 1e999}'),
+    ("/sessions", {}), ("/nowhere", {}),
+]  # fmt: skip
 
 
 @contextmanager

@@ -21,7 +21,6 @@ class FakeIo:
 
     def __init__(self) -> None:
         self.queued: dict[int, tuple] = {}
-        self.running: set[int] = set()
         self.stalled_s = 0.0
 
     def submit_read(self, read, rank):
@@ -92,6 +91,15 @@ class Bench:
         conversation = Conversation(self.num_made, self.num_made, 0.0, 0.0)
         content = bytearray(token_bytes(tokens))
         return Tracked(chain, content, Lineage(ROOT), "", f"r{self.num_made}", key, conversation)
+
+    def in_memory(self, request: Tracked, num_ready: int | None = None) -> None:
+        """All of its blocks are in the CPU tier, and so many have landed there."""
+        for index, _ in enumerate(request.chain):
+            arena_block = self.cpu.reserve()
+            assert self.cpu.announce(arena_block, self.stored.record(request, index))
+            if num_ready is None or index < num_ready:
+                self.cpu.publish(arena_block)
+            self.cpu.release(arena_block)
 
     def arrive(self, request: Tracked, num_hbm_blocks: int = 0) -> Tracked:
         self.requests.arrive(request, num_hbm_blocks)
