@@ -186,7 +186,9 @@ class Recall:
     def prompt(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
     ) -> tuple[list[int], list[int]]:
-        """`prompt_ids`, and where the first turn begins in them; empty if unknown."""
+        """`prompt_ids`, and where the first turn begins in them; empty if unknown. Raises ContextLengthError."""
+        texts = [text for message in messages for text in texts_of(message)]
+        check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
         ids = self.prompt_ids(tenant, cache_salt, messages, options)
         system = [message for message in messages[:1] if message["role"] == "system"]
         return ids, self._language.chat_template(options).first_start(system, ids)
@@ -201,8 +203,6 @@ class Recall:
         template = self._language.chat_template(options)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
-        texts = [text for message in messages for text in texts_of(message)]
-        check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
         keys = Keys(self._client.facts.root(tenant), cache_salt)
         histories = keys.histories(messages, options)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
