@@ -50,6 +50,7 @@ from kvstore.errors import (
 from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
 from kvstore.sessions.store import SessionStore
 
+Recalled = Callable[[list[Message]], list[int]]
 FORGET_S = 2.0  # to wait for unneeded blocks to be deleted; otherwise they age out
 
 
@@ -160,14 +161,15 @@ class ChatSession:
 
     def begin(
         self, hold: Hold, messages: Sequence[Message], params: SamplingParams, listener: Listener | None = None,
-        after_turn: int | None = None, options: AnswerOptions = NO_OPTIONS,
+        after_turn: int | None = None, options: AnswerOptions = NO_OPTIONS, recall: Recalled | None = None,
     ) -> OneTurn:  # fmt: skip
         """Queue a turn of the holder. `check` has passed `messages` and `params`. The caller must call `end`, whatever
         happens.
 
-        listener: see `CoreClient.submit`. after_turn: the number of turns that the session must have. Raises
-        SessionBusyError if it has others, or while a turn runs on a server that shares the sessions,
-        SessionNotFoundError when the session was deleted, and as `send`.
+        listener: see `CoreClient.submit`. after_turn: the number of turns that the session must have. recall: gives the
+        prompt of a history, with the ids of the answers in it that are known. Raises SessionBusyError if it has other
+        turns, or while a turn runs on a server that shares the sessions, SessionNotFoundError when the session was
+        deleted, and as `send`.
         """
         with ExitStack() as undo:
             self._lease(hold, undo)
@@ -177,7 +179,7 @@ class ChatSession:
                 if self.stored.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
-                turn = hold.turn = self._submit(messages, params, hold.request_key, listener, options)
+                turn = hold.turn = self._submit(messages, params, hold.request_key, listener, options, recall)
             undo.pop_all()
             return turn
 
@@ -192,7 +194,7 @@ class ChatSession:
 
     def _submit(
         self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None,
-        options: AnswerOptions,
+        options: AnswerOptions, recall: Recalled | None,
     ) -> OneTurn:  # fmt: skip
         before, client, language = self.window, self.means.client, self.means.language
         old = max((i for i, m in enumerate(said) if m["role"] in ("system", "assistant")), default=-1) + 1
@@ -203,8 +205,9 @@ class ChatSession:
         new, template = said[old:], language.chat_template(options)
         check_results(new, before.messages)
         following = before.next_turn(
-            client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, options.digest
-        )
+            client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, options.digest,
+            recall([*before.shown, *new]) if recall is not None and old else None,
+        )  # fmt: skip
         try:
             starts = following.turn_starts or template.first_start(before.system, following.prompt)
             handle = client.submit(

@@ -230,7 +230,12 @@ class Recall:
     def prompt(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
     ) -> tuple[list[int], list[int], Earlier]:
-        """`prompt_ids`, where the first turn begins in them (empty if unknown), and what an earlier request had."""
+        """`prompt_ids`, where the first turn begins in them (empty if unknown), and what an earlier request had.
+
+        Raises ContextLengthError, and as `prompt_ids`.
+        """
+        texts = [text for message in messages for text in texts_of(message)]
+        check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
         ids, earlier = self._prompt(tenant, cache_salt, messages, options)
         system = [message for message in messages[:1] if message["role"] == "system"]
         return ids, self._language.chat_template(options).first_start(system, ids), earlier
@@ -250,8 +255,6 @@ class Recall:
         template = self._language.chat_template(options)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
-        texts = [text for message in messages for text in texts_of(message)]
-        check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
         keys = Keys(self._client.facts.root(tenant), cache_salt)
         marks = keys.marks(messages)
         histories = keys.histories(marks, options.digest)

@@ -97,20 +97,21 @@ class Window:
         truncation: str,
         reuse: str,
         options: bytes = b"",
+        prompt: list[int] | None = None,
     ) -> NextTurn:
         """The next prompt, truncated where that makes room for its answer. It may still be too long.
 
-        template: for these options. said: what is new.
+        template: for these options. said: what is new. prompt: its ids after a history, if somebody knows them.
         """
         if options != self.options and self.token_ids:  # other tools stand at the head of the prompt
             known = replace(self, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[], options=options)
             return known.next_turn(client, template, said, params, tenant, truncation, reuse, options)
-        prompt = template.following_ids(self.token_ids, self.shown, said) if self.token_ids else None
-        if prompt is not None:
-            starts = self._starts_with(template, self.turn_starts, len(self.token_ids), prompt)
-            turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts, options=options)
+        following = template.following_ids(self.token_ids, self.shown, said) if self.token_ids else None
+        if following is not None:
+            starts = self._starts_with(template, self.turn_starts, len(self.token_ids), following)
+            turn = NextTurn(following, self.chain, self.lineage, self.num_dropped, starts, options=options)
         else:
-            turn = self._rendered(template, self.num_dropped, said, options)
+            turn = self._rendered(template, self.num_dropped, said, options, prompt)
         window, answer = client.facts.max_request_tokens, params.max_tokens
         if answer is None or answer > window // 2:  # who asks for that much must not lose the conversation for it
             answer = max(1, window // ANSWER_SHARE)
@@ -132,9 +133,12 @@ class Window:
         known = Rendering((), reasoned, self.options, ended_s=ended_s)
         return compare(prompt, Rendering(options=turn.options), self.token_ids, known)
 
-    def _rendered(self, template: ChatTemplate, num_dropped: int, said: Sequence[Message], options: bytes) -> NextTurn:
-        """Render the whole prompt; turn starts are known only for a first turn."""
-        prompt = template.prompt_ids([*self.kept(num_dropped), *said])
+    def _rendered(
+        self, template: ChatTemplate, num_dropped: int, said: Sequence[Message], options: bytes,
+        prompt: list[int] | None = None,
+    ) -> NextTurn:  # fmt: skip
+        """Render the whole prompt, unless its ids are known; turn starts are known only for a first turn."""
+        prompt = prompt or template.prompt_ids([*self.kept(num_dropped), *said])
         starts: list[int] = []
         if len(self.kept(num_dropped)) == len(self.system):
             starts = template.first_start(self.system, prompt)

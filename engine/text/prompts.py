@@ -102,18 +102,11 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
             yield text[start : start + PART_CHARS]
 
 
-# Whose message may follow whose; "": none.
-_AFTER = {
-    "": ("user", "tool"), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "user", "assistant"),
-    "system": (),
-}  # fmt: skip
-
-
 def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer: Any, limit: int) -> list[Message]:
     """The messages of a turn: a user's or results of tools, or a history that ends so. Raises RequestError, and as
     `check_length`.
 
-    A history is the system prompt first if there is one, then user and assistant in turn; results follow their calls.
+    A history has the system prompt first, if there is one, and results after their calls.
     """
     check_params(params)
     if params.n != 1:
@@ -127,9 +120,13 @@ def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer:
     if sum(map(len, texts)) > MAX_HISTORY_CHARS:
         raise RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
     said = [dict(message) for message in messages]
-    roles = ["", *(message["role"] for message in (said[1:] if said and said[0]["role"] == "system" else said))]
-    if roles[-1] not in ("user", "tool") or any(role not in _AFTER[before] for before, role in pairwise(roles)):
-        raise RequestError("messages must take turns, user and assistant, and end with the user", param="messages")
+    roles = [message["role"] for message in said]
+    is_misplaced = any(
+        role == "system" or (role == "tool" and before not in ("assistant", "tool")) for before, role in pairwise(roles)
+    )
+    if is_misplaced or roles[-1:] not in (["user"], ["tool"]):
+        message = "messages must end with the user or with results of calls; results follow their calls, and a system "
+        raise RequestError(f"{message}prompt comes first", param="messages")
     return said
 
 

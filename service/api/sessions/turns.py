@@ -146,7 +146,9 @@ async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult
         num_chars = num_chars_of([*wanted.messages, *([] if chat.token_ids else chat.messages)])
         if num_chars > LONG_TEXT_CHARS and not is_opened:
             return num_chars
-        return chat.begin(hold, chat.check(wanted.messages, params), params, port, wanted.after_turn, wanted.options)
+        recall = partial(context.recall.prompt_ids, wanted.tenant, "", options=wanted.options)
+        said = chat.check(wanted.messages, params)
+        return chat.begin(hold, said, params, port, wanted.after_turn, wanted.options, recall)
 
     def end() -> TurnResult:
         nonlocal is_stored

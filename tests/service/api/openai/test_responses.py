@@ -56,6 +56,16 @@ def test_a_conversation_goes_on_in_its_session(server, client):
     assert shown["system"]["content"] == "Be brief."
 
 
+def test_histories_need_not_take_turns(server, client):
+    """Neither the user nor the assistant, which may greet first; the next turn hits, whatever it brings."""
+    user, assistant = ({"role": role, "content": "This is a message of mine."} for role in ("user", "assistant"))
+    first = ask(client, [assistant, user, user, assistant, assistant, user, user])
+    second = ask(client, [user, user], first)
+    assert second.usage.input_tokens_details.cached_tokens == (first.usage.total_tokens - 1) // 16 * 16
+    roles = [message["role"] for message in server.get(f"/sessions/{first.id.split('_')[1]}").json()["messages"]]
+    assert "".join(role[0] for role in roles) == "auuaauuauua"
+
+
 def test_an_answer_that_ends_by_itself_is_completed(client):
     response = client.responses.create(model="kvstore-builtin", input="Who are you?", temperature=0)
     assert response.status == "completed" and response.incomplete_details is None

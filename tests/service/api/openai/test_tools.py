@@ -222,19 +222,22 @@ def respond(client, asked, **more):
 FORCED = {"tools": FLAT, "tool_choice": {"type": "function", "name": "weather"}, "extra_body": {"seed": 5}}
 
 
-@pytest.mark.parametrize("store", [True, False])
-def test_responses_over_two_rounds(client, store):
-    asked = said(f"What is the weather, at {store}?")
+@pytest.mark.parametrize(("store", "goes_on"), [(True, True), (True, False), (False, False)])
+def test_responses_over_two_rounds(client, store, goes_on):
+    """A client goes on with the response, or sends the whole history, in which the call is JSON of another form."""
+    asked = said(f"What is the weather, at {store} and {goes_on}?")
     first = respond(client, asked, store=store, **FORCED)
     (call,) = first.output
     assert call.type == "function_call" and call.name == "weather" and is_weather(call.arguments)
     assert first.status == "completed" and first.tools[0].name == "weather"
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
     if store:
-        second = respond(client, [output], previous_response_id=first.id, tools=FLAT)
         assert client.responses.retrieve(first.id).output == first.output
+    if goes_on:
+        second = respond(client, [output], previous_response_id=first.id, tools=FLAT)
     else:
-        second = respond(client, [*asked, call.model_dump(), output], tools=FLAT, store=False)
+        sent = call.model_dump() | {"arguments": reordered(call.arguments)}
+        second = respond(client, [*asked, sent, output], tools=FLAT, store=store)
     assert second.output[0].type == "message"
     assert second.usage.input_tokens_details.cached_tokens == (first.usage.total_tokens - 1) // 16 * 16
 
