@@ -70,8 +70,8 @@ class Admin:
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         counters = self._client.call(ReadStats())
-        found = {"model": self._client.facts.model_name, **counters, "sessions": self._sessions.stats()}
-        return cast(EngineStats, found)
+        of_stores = {"sessions": self._sessions.stats(), "answers": self._answers.stats()}
+        return cast(EngineStats, {"model": self._client.facts.model_name, **counters, **of_stores})
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
         """Evict matching KV from HBM, CPU, disk and the write queue, but not blocks in use. Returns counts per tier."""

@@ -102,9 +102,9 @@ class ProcessStats(TypedDict):
 
 
 class EngineStats(TypedDict):
-    """A tier that is not there has no entry. step: running totals in seconds. lost: what has become of the store's
-    files; None while they are there. process: of an engine in a process of its own. replicas: the counters of each of
-    several engines, whose totals the others are.
+    """A tier that is not there has no entry. step: running totals in seconds. answers: see `AnswerStore.stats`. lost:
+    what has become of the store's files; None while they are there. process: of an engine in a process of its own.
+    replicas: the counters of each of several engines, whose totals the others are.
     """
 
     model: str
@@ -114,6 +114,7 @@ class EngineStats(TypedDict):
     step: dict[str, float]
     policy: dict[str, Any]
     sessions: SessionStats
+    answers: dict[str, Any]
     cpu: NotRequired[CpuStats]
     disk: NotRequired[DiskStats]
     remote: NotRequired[dict[str, Any]]

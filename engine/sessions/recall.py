@@ -282,7 +282,8 @@ class Recall:
         self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = "",
         options: AnswerOptions = NO_OPTIONS, handle: Handle | None = None,
     ) -> None:  # fmt: skip
-        """Remember a finished answer: its choices are recognised from now on.
+        """Remember a finished answer: its choices are recognised from now on. If it has calls, they are durable on
+        return; unless the disk fails, which `AnswerStore.stats` says.
 
         messages: the prompt's, without those that a truncation dropped. session_id: the turn's session, if any; see
         `forget_session`. handle: of a prompt that was made here, whose misses are explained now.
@@ -318,6 +319,8 @@ class Recall:
             rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, num_heads, time.time())
             known = KnownConversation(len(told), [*output.prompt_token_ids, *said], owner, rendering)
             self._lines.add(after[-1], before[-1] if before else b"", known, names)
+        if any("tool_calls" in choice.message for choice in output.choices):
+            self._answers.flush()
 
     def forget_session(self, tenant: str, session_id: str) -> bool:
         """Forget all answers of this session. Returns whether they are gone from disk, too."""
@@ -351,7 +354,13 @@ def _names_of_conversation(
 def _canonical(call: Mapping[str, Any]) -> list[Any]:
     """A call as JSON values."""
     arguments = call["function"]["arguments"]
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+    with suppress(ValueError, RecursionError):
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        arguments = json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
     return [call.get("id"), call["function"]["name"], arguments]
+
+
+def _number(text: str) -> float:
+    """1.0 is 1."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

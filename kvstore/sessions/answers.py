@@ -1,7 +1,8 @@
 """Token ids of answers by keyed digests: a history that comes back as text is recognised even after a restart.
 
 A cache: the oldest answers are dropped first, a lost or damaged one is a miss, and nothing here raises into a request.
-On disk, records are stored by number, and numbers by key and by owner. Knows no text, no template and no KV.
+What `flush` has waited for is durable, unless `stats` says that the disk fails. On disk, records are stored by number,
+and numbers by key and by owner. Knows no text, no template and no KV.
 """
 
 from __future__ import annotations
@@ -196,15 +197,17 @@ class AnswerStore:
     """Answers, the oldest dropped when it is full. Every method may be called from any thread.
 
     An answer is found at once after `put`, and is on disk within a second unless the process or the disk fails first.
+    While the disk fails, answers wait in memory for the next try.
     open_environment: must allow 3 named databases; None, or one that fails: everything is kept in memory.
     """
 
     def __init__(self, open_environment: Callable[[], StoreEnvironment] | None) -> None:
-        # dropped: not stored, as it is too large, too many waited, or the disk failed. failed: uses of the disk.
+        # dropped: not stored, as it is too large or too many waited. failed: uses of the disk.
         self._counts = dict.fromkeys(("committed", "dropped", "evicted", "failed"), 0)
         self._lock = threading.Lock()
         self._recent = _Recent()  # without files all of it, else what is not on disk
         self._forgotten: list[bytes] = []  # owners that are still to be removed from disk
+        self._failing: str | None = None  # why the disk failed; until something is written again
         self._is_closed = False
         self._number = 0
         self._live: LiveTables[AnswerTables] | None = None
@@ -224,13 +227,14 @@ class AnswerStore:
         return tables
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """A disk error is counted and ends only the work in this context."""
+    def _counting(self, *errors: type[Exception]) -> Iterator[None]:
+        """A disk error, or one of these, is counted and ends only the work in this context."""
         try:
             yield
-        except ERRORS:
+        except (*ERRORS, *errors) as error:
             with self._lock:
                 self._counts["failed"] += 1
+                self._failing = str(error) or repr(error)
 
     def put(self, keys: Sequence[bytes], token_ids: Sequence[int], owner: bytes = b"") -> None:
         """Remember an answer under each of its keys, which then no longer lead to older answers. owner: see
@@ -249,7 +253,7 @@ class AnswerStore:
                 self._counts["evicted"] += self._recent.shrink(MEMORY_TOKENS)
             else:
                 self._counts["dropped"] += self._recent.shrink(MAX_WAITING_TOKENS)
-                self._committer.submit(self._number)  # never waits: there is room
+                self._committer.submit(None)  # never waits: there is room
             self._number += 1
 
     def find_ids(self, groups: Sequence[Sequence[bytes]]) -> list[Sequence[int] | None]:
@@ -295,14 +299,16 @@ class AnswerStore:
             return owner not in self._forgotten
 
     def flush(self) -> None:
-        """Wait until all answers are on disk, or the disk has failed."""
+        """Wait until all answers are durable, or the disk has failed. Those who wait at once share a commit."""
         if self._committer is not None:
             self._committer.flush()
 
-    def stats(self) -> dict[str, int]:
-        """answers: how many there are, on disk or in memory; the rest are counters."""
+    def stats(self) -> dict[str, Any]:
+        """answers: how many there are, on disk or in memory. failing: why the disk fails; None if it does not. The rest
+        are counters.
+        """
         with self._lock:
-            shown = {"answers": len(self._recent.answers), **self._counts, "damaged": 0}
+            shown = {"answers": len(self._recent.answers), **self._counts, "damaged": 0, "failing": self._failing}
         with self._counting(), self._reading() as (tables, txn):
             if tables is not None:
                 shown |= {"answers": shown["answers"] + tables.num_answers(txn), "damaged": tables.num_damaged}
@@ -319,16 +325,15 @@ class AnswerStore:
                 self._live.close()
 
     def _commit(self, group: Sequence[Ticket[None]]) -> None:
-        """Store the group's answers, and remove those of owners to be forgotten."""
+        """Store all answers that wait, also since the disk failed, and remove those of owners to be forgotten."""
+        assert self._live is not None
         with self._lock:
-            known = self._recent.answers
-            answers = [(ticket.change, known[ticket.change]) for ticket in group if ticket.change in known]
-            forgotten = list(self._forgotten)
-        num_evicted = self._write(answers, forgotten)
-        with self._lock:
-            if num_evicted is None:
-                self._counts["dropped"] += len(answers)  # they stay in memory until there are too many
-            else:
+            answers, forgotten = list(self._recent.answers.items()), list(self._forgotten)
+        with self._counting(Exception), self._live as tables:  # whatever it is: nothing here raises into a request
+            assert tables is not None, "closed after this thread has ended"
+            num_evicted = tables.write(answers, forgotten)
+            with self._lock:
+                self._failing = None
                 self._counts["evicted"] += num_evicted
                 for number, _ in answers:
                     self._counts["committed"] += self._recent.remove(number)
@@ -337,21 +342,10 @@ class AnswerStore:
         for ticket in group:
             ticket.finish(None)
 
-    def _write(self, answers: Sequence[tuple[int, StoredAnswer]], forgotten: Sequence[bytes]) -> int | None:
-        """Returns how many old answers made room; None if the disk failed."""
-        assert self._live is not None
-        try:
-            with self._live as tables:
-                return None if tables is None else tables.write(answers, forgotten)
-        except Exception:  # whatever it is: nothing here raises into a request
-            with self._lock:
-                self._counts["failed"] += 1
-            return None
-
 
 def open_answers(directory: StoreDirectory | None) -> AnswerStore:
     """The answers of an owned store; without one, in memory."""
     if directory is None:
         return AnswerStore(None)
     path = directory.path / "answers"
-    return AnswerStore(lambda: open_environment(path, MAP_BYTES, max_dbs=3))
+    return AnswerStore(lambda: open_environment(path, MAP_BYTES, max_dbs=3, metasync=True))

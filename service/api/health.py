@@ -88,7 +88,7 @@ def _is_restarting(context: Context) -> bool:
 
 def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> dict[str, Any]:
     """Why it is degraded: by the words of /health; the cause, where that is a text."""
-    disk, sessions, remote = (stats.get(name) or {} for name in ("disk", "sessions", "remote"))
+    disk, sessions, answers, remote = (stats.get(name) or {} for name in ("disk", "sessions", "answers", "remote"))
     found = {
         "stats_unavailable": stats.get("error"),
         "replica_down": any(one["process"]["state"] != "running" for one in stats.get("replicas", ())),
@@ -103,6 +103,7 @@ def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> dict[str, Any]
         "sessions_missing": sessions.get("missing"),
         "session_store_unreachable": sessions.get("unreachable"),
         "sessions_damaged": sessions.get("damaged"),
+        "answers_failing": answers.get("failing"),
         "sessions_failing": sessions_fail and (sessions.get("last_failure") or True),
     }
     return {code: value for code, value in found.items() if value}

@@ -112,6 +112,8 @@ def engine_families(stats: Stats) -> Iterator[Metric]:
     yield from _policy(stats["policy"])
     yield from _capacity(stats)
     yield from _sessions(stats["sessions"])
+    answers = {(outcome,): stats["answers"][outcome] for outcome in ("committed", "dropped", "evicted", "failed")}
+    yield counter("answer_changes", "Answers to know again in histories; failed: tries.", answers, ["outcome"])
     if "store" in stats:
         yield from _traffic(stats)
         yield from _failures(stats)

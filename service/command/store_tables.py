@@ -350,6 +350,8 @@ def _troubles(stats: Stats) -> list[tuple[str, str]]:
         facts.append(("away", "the Redis with the sessions does not answer: the counts are old"))
     if _part(stats, "sessions").get("missing"):
         facts.append(("missing", "sessions that this store held; kvstore verify says more"))
+    if reason := _part(stats, "answers").get("failing"):
+        facts.append(("degraded", f"the store of answers fails: {printable(str(reason))}"))
     if disk.get("degraded"):
         facts.append(("degraded", f"the disk cannot be written: {printable(str(disk['degraded']))}"))
     if reason := _part(stats, "remote").get("degraded"):

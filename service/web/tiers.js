@@ -39,6 +39,7 @@ const REASONS = {
   sessions_file_lost: "The file of conversations was removed or replaced while it was open. No turn is kept any more.",
   sessions_missing: "This store had conversations, and their file was missing at the start.",
   sessions_damaged: "Some conversations are damaged. kvstore sessions repair rescues their whole turns.",
+  answers_failing: "Answers cannot be stored at the moment: after a restart, histories that hold them may be computed again.",
   sessions_failing: "Conversations cannot be stored at the moment.",
   sessions_broken: "The store of conversations is damaged.",
   engine_not_answering: "The engine has not answered for several seconds.",

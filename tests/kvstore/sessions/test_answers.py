@@ -15,6 +15,7 @@ from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions import answers as answer_store
 from kvstore.sessions.answers import AnswerStore, AnswerTables, open_answers, owner_tag
+from tests.support.faults import largest_file
 from tests.support.waiting import TIMEOUT_S, together
 
 ROOT = Path(__file__).parents[3]
@@ -172,11 +173,55 @@ def test_a_disk_that_fails_costs_no_request_anything(directory):
         assert store.find_ids([[key(1)], [key(2)]]) == [None, ids_of(2)]  # not on disk's word
         with tables_that(answer_of=failing):
             assert store.find_ids([[key(1)], [key(3)]]) == [None, None]
-        assert store.stats()["failed"] == 3 and store.stats()["dropped"] == 1
+        assert store.stats()["failed"] == 3 and store.stats()["failing"] == "injected"
     store.put([key(3)], ids_of(3))
     store.flush()
     assert store.find_ids([[key(1)], [key(2)], [key(3)]]) == [None, ids_of(2), ids_of(3)]
     assert store._forgotten == []  # the deletion was made up for
+    store.close()
+
+
+def test_what_a_full_disk_refused_is_stored_when_there_is_room_again(directory):
+    store = open_answers(directory)
+    with largest_file(1 << 16):
+        for number in range(4):
+            store.put([key(number)], ids_of(number, 20_000))
+            store.flush()
+        assert store.stats()["failing"] is not None and store.stats()["committed"] == 0
+    store.put([key(4)], ids_of(4))
+    store.flush()
+    stats = store.stats()
+    assert (stats["failing"], stats["committed"], stats["dropped"]) == (None, 5, 0)
+    store.close()
+    again = open_answers(directory)
+    assert again.find_ids([[key(number)] for number in range(4)]) == [ids_of(number, 20_000) for number in range(4)]
+    again.close()
+
+
+def test_who_waits_at_once_shares_a_commit(directory):
+    store, groups, write = open_answers(directory), [], AnswerTables.write
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(tables, answers, forgotten):
+        groups.append(len(answers))
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        return write(tables, answers, forgotten)
+
+    def commit(number: int) -> None:
+        store.put([key(number)], ids_of(number))
+        store.flush()
+        assert store.stats()["committed"] >= 1
+
+    def put_others() -> None:
+        assert begun.wait(TIMEOUT_S)
+        together(*(partial(store.put, [key(number)], ids_of(number)) for number in range(1, 9)))
+        go_on.set()
+        together(*(store.flush for _ in range(8)))
+
+    with tables_that(write=slow):
+        together(partial(commit, 0), put_others)
+    assert groups == [1, 8] and store.stats()["committed"] == 9
     store.close()
 
 
@@ -201,7 +246,8 @@ def test_a_file_that_cannot_be_opened_leaves_memory():
     store = AnswerStore(refused)
     store.put([key(1)], ids_of(1))
     store.flush()
-    assert store.find_ids([[key(1)]]) == [ids_of(1)] and store.stats()["failed"] == 1
+    assert store.find_ids([[key(1)]]) == [ids_of(1)]
+    assert (store.stats()["failed"], store.stats()["failing"]) == (1, "injected")
     store.close()
 
 

@@ -37,6 +37,7 @@ def test_a_server_that_works_is_healthy_and_ready(server):
     ({"disk": {"degraded": "full", "broken": False}}, ["disk_degraded"]),
     ({"disk": {"degraded": None, "broken": True}}, ["disk_broken"]),
     ({"disk": {"was_reset": True}, "remote": {"degraded": "silent"}}, ["remote_degraded", "disk_was_reset"]),
+    ({"answers": {"failing": "no space"}}, ["answers_failing"]), ({"answers": {"failing": None}}, []),
     ({"error": "OSError"}, ["stats_unavailable"]),
 ])  # fmt: skip
 def test_what_does_not_work_is_named(stats, reasons):

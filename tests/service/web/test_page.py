@@ -446,8 +446,8 @@ def test_the_files_need_nothing_that_the_content_policy_forbids() -> None:
 
 
 def test_the_page_has_words_for_whatever_health_says() -> None:
-    parts = ("degraded", "broken", "was_reset", "lost", "missing", "damaged")
-    whole = {"error": "x", "disk": dict.fromkeys(parts, True), "sessions": dict.fromkeys(parts, True)}
+    parts = ("degraded", "broken", "was_reset", "lost", "missing", "damaged", "failing")
+    whole = {"error": "x", **{name: dict.fromkeys(parts, True) for name in ("disk", "sessions", "answers")}}
     codes = {*health_reasons(whole, True), *health_reasons({**whole, "lost": True}, True)}
     assert "store_lost" in codes and "sessions_file_lost" in codes
     words = (WEB / "tiers.js").read_text()
