@@ -96,6 +96,7 @@ class OneTurn:
             truncated_tokens=self.next.truncated_tokens,
             finish_reason=output.finish_reason or "",
             usage=_usage(output),
+            miss=None if output.usage.miss is None else asdict(output.usage.miss),
             created_s=time.time(),
             idempotency_key=self.idempotency_key,
             options=after.options,

@@ -227,11 +227,11 @@ class AnswerStore:
         return tables
 
     @contextmanager
-    def _counting(self, *errors: type[Exception]) -> Iterator[None]:
-        """A disk error, or one of these, is counted and ends only the work in this context."""
+    def _counting(self, errors: tuple[type[Exception], ...] = ERRORS) -> Iterator[None]:
+        """One of these errors is counted and ends only the work in this context."""
         try:
             yield
-        except (*ERRORS, *errors) as error:
+        except errors as error:
             with self._lock:
                 self._counts["failed"] += 1
                 self._failing = str(error) or repr(error)
@@ -308,10 +308,11 @@ class AnswerStore:
         are counters.
         """
         with self._lock:
-            shown = {"answers": len(self._recent.answers), **self._counts, "damaged": 0, "failing": self._failing}
+            num_waiting = len(self._recent.answers)
+            shown = {"answers": num_waiting, **self._counts, "damaged": 0, "failing": self._failing}
         with self._counting(), self._reading() as (tables, txn):
             if tables is not None:
-                shown |= {"answers": shown["answers"] + tables.num_answers(txn), "damaged": tables.num_damaged}
+                shown |= {"answers": num_waiting + tables.num_answers(txn), "damaged": tables.num_damaged}
         return shown
 
     def close(self) -> None:
@@ -329,7 +330,7 @@ class AnswerStore:
         assert self._live is not None
         with self._lock:
             answers, forgotten = list(self._recent.answers.items()), list(self._forgotten)
-        with self._counting(Exception), self._live as tables:  # whatever it is: nothing here raises into a request
+        with self._counting((Exception,)), self._live as tables:  # whatever it is: nothing here raises into a request
             assert tables is not None, "closed after this thread has ended"
             num_evicted = tables.write(answers, forgotten)
             with self._lock:

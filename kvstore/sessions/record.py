@@ -87,8 +87,9 @@ class TurnRecord(Record, frozen=True):
     re-encoded block in the complete chain; splice_parent, splice_end: see `kvstore.blocks.ids.Lineage`. turn_starts:
     where in the complete token ids each turn that is left in the window begins, as far as it is known.
     num_dropped_messages: of all messages after the system prompt, how many are no longer in the window.
-    truncated_tokens: dropped by this turn. idempotency_key: the request's; no two turns of a session have the same.
-    options: a digest of the tools and variables that the ids in the window were rendered with; empty for none.
+    truncated_tokens: dropped by this turn. miss: why it computed what an earlier turn had, if it did. idempotency_key:
+    the request's; no two turns of a session have the same. options: a digest of the tools and variables that the ids in
+    the window were rendered with; empty for none.
     """
 
     number: U32
@@ -104,6 +105,7 @@ class TurnRecord(Record, frozen=True):
     truncated_tokens: U32 = 0
     finish_reason: str = ""
     usage: dict[str, _Usage] = field(default_factory=dict)
+    miss: dict[str, Any] | None = None
     created_s: Seconds = 0.0
     idempotency_key: str | None = None
     options: bytes = b""

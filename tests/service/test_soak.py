@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from kvstore import Engine
+from kvstore.engine.outputs import MOST_ASKED, CachedTokensDetails, Usage
 from tests.support.service.clients import Client, HistoryClient, Progress, SessionClient
 from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end, serving
 from tests.support.service.talking import LONG, SHORT, WRONG, Stream, chat, tenants
@@ -267,6 +268,12 @@ def grown_since(before: Counter[str]) -> dict[str, int]:
     return {kind: count for kind, count in (counts_by_type() - before).items() if count >= NUM_TURNS // 2}
 
 
+def fill_usages(server: Serving) -> None:
+    """As if as many requests had ended as it tells of."""
+    for number in range(MOST_ASKED):
+        server.engine.admin.usages.note("", f"{number}", [Usage(0, 0, CachedTokensDetails(number))])
+
+
 def talk(server: Serving) -> None:
     """Sessions of two turns that are deleted, streams that are left, and requests that are refused."""
     for number in range(NUM_TURNS):
@@ -285,6 +292,7 @@ def talk(server: Serving) -> None:
 def test_nothing_grows_with_the_turns(tmp_path, caplog):
     tiers = {"hbm": "8MiB", "cpu": "8MiB", "disk": "32MiB", "path": tmp_path / "store"}
     with serving(engine={"cache_tiers": tiers}) as server:
+        fill_usages(server)
         talk(server)  # pools and caches fill
         before = counts_by_type()
         talk(server)

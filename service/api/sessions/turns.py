@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from kvstore.engine.async_engine import LONG_TEXT_CHARS
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage, events_of
+from kvstore.engine.outputs import CachedTokensDetails, Miss, Piece, RequestOutput, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.stored import Hold, OneTurn
@@ -83,7 +83,8 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     counts = turn.usage
     details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
     num_prompt, num_completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
-    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"))
+    miss = None if turn.miss is None else Miss(**turn.miss)
+    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss)
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
     message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
@@ -202,7 +203,7 @@ def _settled(
             context.recall.forget_session(chat.tenant, chat.session_id)
     if not chat.stored.is_deleted:
         context.engine.engine.chats.keep(chat)
-    return replace(result_of(wanted.session_id, record), usage=output.usage)
+    return result_of(wanted.session_id, record)
 
 
 def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:

@@ -136,7 +136,7 @@ def test_tokens_of_messages_are_those_of_the_prompt(server):
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
-    ("/tokenize", {"messages": [{"role": "tool", "content": "b"}]}, "messages[0].role"),
+    ("/tokenize", {"messages": [{"role": "tool", "content": "b"}]}, "messages[0].tool_call_id"),
     ("/tokenize", {"prompt": 5}, "prompt"),
     ("/tokenize", {"prompt": "a" * (2**20 + 1)}, "prompt"),
     ("/detokenize", {}, "tokens"),
