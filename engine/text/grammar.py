@@ -52,7 +52,8 @@ def _without_reasoning(wanted: StructuredOutputsParams, special_token_ids: Mappi
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, wanted.choice)))
+        # A terminal is compiled at once, a rule for each choice by itself.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_literal, wanted.choice)))
     return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar or ""))
 
 

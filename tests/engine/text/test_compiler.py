@@ -46,6 +46,7 @@ def accepts(compiler, tokenizer, wanted, text: str) -> bool:
         ({"json_object": True}, ["{}", '{"x":[1,{"y":"é"}]}'], ["[]", "1"]),
         ({"regex": "[0-9]{2}/x?"}, ["12/", "12/x"], ["1/", "12/xx"]),
         ({"choice": ["yes", 'a "b"\n\\', "é\x01"]}, ["yes", 'a "b"\n\\', "é\x01"], ["no", "ye"]),
+        ({"choice": ["a", "ab", "abba", ""]}, ["a", "ab", "abba", ""], ["abb", "b", "aa"]),
         ({"grammar": 'start: "a" b\nb: /[0-9]/ b | "."'}, ["a.", "a12."], ["a1"]),
         ({"grammar": 'root ::= "a" b\nb ::= [0-9] b | "."'}, ["a.", "a12."], ["a1"]),
         ({"tags": [CALL]}, ["text", f"a {ONE} b", f"<cal <call {ONE}{ONE}"], [f"a {ONE[:20]}", "<call>x", OTHER]),
