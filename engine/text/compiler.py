@@ -22,8 +22,8 @@ from kvstore.errors import EngineClosedError, RequestError
 MAX_KEPT = 128  # compiled grammars
 STACK_BYTES = 2**28  # the compiler follows references of a schema recursively: 64 KiB of them need some 40 MiB
 MAX_FAULT_CHARS = 400
-# Work of the compiler, about 0.2 s at most, and of one mask, some milliseconds, for which the step's other rows wait.
-LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, verbose_errors=False)
+# Work of the compiler, about 0.1 s at most, and of one mask, some milliseconds, for which the step's other rows wait.
+LIMITS = LLParserLimits(initial_lexer_fuel=120_000, step_lexer_fuel=50_000, verbose_errors=False)
 
 Then = Callable[[Request, Exception | None], None]
 
