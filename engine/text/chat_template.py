@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import product
+from hashlib import sha256
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any
 
 from jinja2 import TemplateError
@@ -388,6 +390,8 @@ class ChatTemplate:
             shown["thinking"] = shown.pop("reasoning_content")
         if "tool_calls" in shown:
             shown["tool_calls"] = [self._shown_call(call) for call in shown["tool_calls"]]
+        if "tool_call_id" in shown:
+            shown["tool_call_id"] = self._shown_id(shown["tool_call_id"])
         return shown | {"content": _content(message)}
 
     def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,18 +402,31 @@ class ChatTemplate:
                 arguments = json.loads(arguments or "{}")
         elif not self._takes_mappings and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
+        named = {"id": self._shown_id(str(call["id"]))} if "id" in call else {}
+        return {**call, **named, "function": {**call["function"], "arguments": arguments}}
+
+    def _shown_id(self, call_id: str) -> str:
+        """A call's id as the template takes it: Mistral's want nine letters and digits."""
+        if not self._wants_short_ids or (len(call_id) == len(_CALL_ID) and call_id.isalnum()):
+            return call_id
+        return sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[: len(_CALL_ID)]
+
+    @cached_property
+    def _wants_short_ids(self) -> bool:
+        return self._with_call(f"call_{_CALL_ID}") is None and self._with_call(_CALL_ID) is not None
 
     @cached_property
     def _takes_mappings(self) -> bool:
         """Whether a call's arguments can be a mapping, as transformers' documentation has it; else they are text."""
-        function = {"name": _TOOL, "arguments": {_KEY: _ANSWER}}
-        calls = [{"id": _CALL_ID, "type": "function", "function": function}]
-        try:
-            shown = self._apply([_user(_USER), {"role": "assistant", "content": "", "tool_calls": calls}], False)
-        except RequestError:
-            return False
-        return f"{{'{_KEY}'" not in shown
+        shown = self._with_call(_CALL_ID)
+        return shown is not None and f"{{'{_KEY}'" not in shown
+
+    def _with_call(self, call_id: str) -> str | None:
+        """An answer with a call, as the template shows it; None if it refuses."""
+        calls = [{"id": call_id, "type": "function", "function": {"name": _TOOL, "arguments": {_KEY: _ANSWER}}}]
+        with suppress(RequestError):
+            return self._apply([_user(_USER), {"role": "assistant", "content": "", "tool_calls": calls}], False)
+        return None
 
     def _apply(self, messages: list[Message], opens_answer: bool) -> str:
         try:
@@ -432,22 +449,14 @@ def _content(message: Message) -> str:
 def in_order_of_calls(messages: list[Message]) -> list[Message]:
     """The same messages, with results of parallel calls in the order of the calls: clients answer in any."""
     ordered, order = list[Message](), dict[str, int]()
-    for message in messages:
-        if message["role"] == "assistant":
-            order = {call["id"]: index for index, call in enumerate(message.get("tool_calls") or ())}
-        ordered.append(message)
-        place = len(ordered) - 1
-        while message["role"] == "tool" and place and _comes_before(message, ordered[place - 1], order):
-            ordered[place - 1], ordered[place] = message, ordered[place - 1]
-            place -= 1
+    for role, neighbours in groupby(messages, itemgetter("role")):
+        group = list(neighbours)
+        if role == "assistant":
+            order = {call["id"]: index for index, call in enumerate(group[-1].get("tool_calls") or ())}
+        elif role == "tool":
+            group.sort(key=lambda result: order.get(result.get("tool_call_id", ""), len(order)))
+        ordered += group
     return ordered
-
-
-def _comes_before(message: Message, other: Message, order: Mapping[str, int]) -> bool:
-    if other["role"] != "tool":
-        return False
-    places = [order.get(one.get("tool_call_id", ""), len(order)) for one in (message, other)]
-    return places[0] < places[1]
 
 
 def texts_of(message: Message) -> list[str]:
