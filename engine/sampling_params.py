@@ -23,6 +23,9 @@ MAX_TAGS = 256
 MAX_OPTIONAL, MAX_OPTIONAL_OF_TAGS = 1_000, 2_000  # optional properties: 0.1 s of compiling each
 MAX_MULTIPLE = 10_000  # a schema's multiples are counted by an automaton with so many states
 
+# A weak model may write white space for ever where it is free. oneOf cannot be compiled, anyOf can.
+JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
+
 
 def _number(name: str, value: object, low: float, high: float, *, integer: bool = False, above: bool = False) -> None:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
@@ -77,7 +80,8 @@ class StructuredOutputsParams:
     regex: a regular expression without look-around. choice: one of these texts. grammar: Lark, or GBNF (with `::=`).
     json_object: any JSON object.
     tags: free text, in which each tag's trigger must go on with what the tag allows. required: no text, but tags; with
-    json, that or tags. single: at most one tag, and nothing after it.
+    json, that or tags. single: at most one tag, and nothing after it. listing: the texts before, between and after
+    tags, which then stand in one list with nothing after it; triggers are ignored.
     reasoning: the texts that open and close reasoning, which is free and may come before all that; if the first is "",
     it is open already. param: what errors name.
     Raises RequestError for what is too large; what cannot be compiled fails when the answer is to begin.
@@ -91,6 +95,7 @@ class StructuredOutputsParams:
     tags: Sequence[StructuralTag] = ()
     required: bool = False
     single: bool = False
+    listing: tuple[str, str, str] | None = None
     reasoning: tuple[str, str] | None = None
     param: str = "structured_outputs"
 
