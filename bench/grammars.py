@@ -191,12 +191,13 @@ def hostile(repeats: int, report: Report) -> None:
         return "answered"
 
     with Engine(device="cpu", process="here") as engine:
+        core: Any = engine.core
         stream, quiet, beside = Stream(engine), list[float](), list[float]()
         try:
             for name, given in HOSTILE.items():
                 times = list[float]()
                 for _ in range(repeats):
-                    engine.core.compiler.kept.clear()
+                    core.compiler.kept.clear()
                     began = time.perf_counter()
                     time.sleep(PAUSE_S)
                     asked = time.perf_counter()
