@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -234,9 +235,9 @@ def test_a_reader_that_leaves_is_no_failure_to_log(is_session, stops, caplog):
         async def scenario(loop: SeededLoop = loop) -> None:
             context, core = opened(loop)
             exchange, request = Exchange("a", "/chat"), wanted("Hello", is_new=True)
-            stateless = StatelessRequest("", list(request.messages), request.params)
-            answer = open_turn(context, exchange, request) if is_session else open_stateless(context, exchange, stateless)
-            async with answer:
+            history = StatelessRequest("", list(request.messages), request.params)
+            open_answer = partial(open_turn, wanted=request) if is_session else partial(open_stateless, history=history)
+            async with open_answer(context, exchange):
                 await loop.rounds(loop.rng.randrange(4))
                 if stops:
                     core.close()
