@@ -261,6 +261,11 @@ def test_each_may_be_several_ranks(model, plain, tmp_path):
         assert min(out.usage.cached_tokens_details.disk for out in outs) >= 16
 
 
+def test_a_tier_without_room_is_refused(model, tmp_path):
+    with pytest.raises(ConfigError, match="cpu is"):
+        open_two(model, tmp_path / "store", cpu="4KiB")
+
+
 def chain(token_ids: list[int], *owner: str) -> list[bytes]:
     found: list[bytes] = []
     extend_chain(found, lineage_root(b"secret", "model", *owner), token_ids, 16)
