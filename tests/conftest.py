@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started, and each would compile the product
+sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 # Triton reads this when a kernel's module is imported: too early to ask torch, whose import takes seconds.
 if not glob.glob("/dev/nvidia[0-9]*"):
