@@ -4,6 +4,7 @@ Kernels are tested on a CUDA device, and without one in Triton's interpreter: th
 """
 
 import functools
+import gc
 import glob
 import importlib.util
 import logging
@@ -44,6 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected stays: no collection of garbage need look at it
 
 
 @pytest.hookimpl(wrapper=True)
