@@ -22,6 +22,13 @@ from kvstore.errors import RequestError
 TOOL_NAME = re.compile(r"[\w.-]{1,128}")
 MAX_TOOLS = MAX_TAGS
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def check_effort(effort: object, param: str) -> None:
+    """Raises RequestError unless it is one of EFFORTS, or None."""
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(f"{param} is {str(effort)[:80]!r}; give one of {', '.join(EFFORTS)}", param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class AnswerOptions:
     tools: `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. tool_choice: "auto",
     "required" (the answer is calls), "none", or `{"type": "function", "function": {"name": ...}}`.
     parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
+    reasoning_effort: one of EFFORTS, for templates that know it; where they know only on and off, "none" is off.
     Raises RequestError, which names the field.
     """
 
@@ -38,8 +46,10 @@ class AnswerOptions:
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
 
     def __post_init__(self) -> None:
+        check_effort(self.reasoning_effort, "reasoning_effort")
         tools = self.tools
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {tools!r}; give a list of functions", param="tools")
@@ -68,6 +78,15 @@ class AnswerOptions:
         return name
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template, in the names of all families. What chat_template_kwargs says comes first."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return dict(self.chat_template_kwargs)
+        switches = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+        return {"reasoning_effort": effort, **switches, **self.chat_template_kwargs}
+
+    @property
     def shown_tools(self) -> list[Mapping[str, Any]]:
         """The tools as the template shows them. `strict` is about the answer."""
         return [
@@ -80,10 +99,10 @@ class AnswerOptions:
         """Of what the prompt depends on beside messages, empty for nothing: 16 bytes each of the tools in order, of the
         tools in any order, and of the template's variables; zeros for none of these.
         """
-        if not self.tools and not self.chat_template_kwargs:
+        if not self.tools and not self.variables:
             return b""
         tools = [json.dumps(tool) for tool in self.shown_tools]
-        given = (tools, sorted(tools), dict(self.chat_template_kwargs))
+        given = (tools, sorted(tools), self.variables)
         return b"".join(sha256(json.dumps(part).encode()).digest()[:16] if part else bytes(16) for part in given)
 
 
@@ -124,7 +143,7 @@ class Language:
         """Raises RequestError, also for tools that the model cannot be told of or whose calls nobody could read."""
         if self.template is None:
             raise RequestError(self.why_no_chat, param="messages")
-        if not options.tools and not options.chat_template_kwargs:
+        if not options.tools and not options.variables:
             return self.template
         if options.tools and not self.template.knows_tools:
             message = "this model's chat template knows no tools; give one that does as --chat-template (in Python, "
@@ -132,7 +151,7 @@ class Language:
         if options.tools and (self.answers is None or "tool_calls" not in self.answers.spec["fields"]):
             message = "nothing is known of how this model writes calls; name its parser as --tool-call-parser (in "
             raise RequestError(f"{message}Python, tool_call_parser=)", param="tools")
-        return self.template.using(options.shown_tools, options.chat_template_kwargs)
+        return self.template.using(options.shown_tools, options.variables)
 
     def new_parser(self, options: AnswerOptions = NO_OPTIONS) -> AnswerParser | None:
         """For one answer; None if its text is its content. `chat_template` has passed the options."""

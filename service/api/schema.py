@@ -171,14 +171,15 @@ class Talking(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @property
     def options(self) -> AnswerOptions:
         """Raises ApiError 400, and RequestError which names the field."""
-        choice, variables = self.tool_choice, self.chat_template_kwargs
-        if not self.tools and choice in (None, "auto", "none") and not variables:
+        choice, variables, effort = self.tool_choice, self.chat_template_kwargs, self.reasoning_effort
+        if not self.tools and choice in (None, "auto", "none") and not variables and effort is None:
             return NO_OPTIONS
-        return options_of(self.tools or (), choice, self.parallel_tool_calls, variables or {})
+        return options_of(self.tools or (), choice, self.parallel_tool_calls, variables or {}, effort)
 
     @property
     def constraints(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.text.chat_template import Message, in_order_of_calls
-from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
 from kvstore.service.api.schema import (
     CachedTokens,
@@ -68,6 +68,10 @@ class TextConfig(msgspec.Struct):
     format: Format | None = None
 
 
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
 class ResponseBody(Sampling, kw_only=True):
     """input: a text, or messages. previous_response_id: the conversation goes on there; without `instructions` with
     the same system prompt. store: false keeps no conversation."""
@@ -87,6 +91,7 @@ class ResponseBody(Sampling, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     conversation: Any = None
     background: bool | None = None
 
@@ -94,15 +99,17 @@ class ResponseBody(Sampling, kw_only=True):
     def options(self) -> AnswerOptions:
         """Raises ApiError 400, and RequestError which names the field."""
         choice, variables = self.tool_choice, self.chat_template_kwargs
-        if not self.tools and choice in (None, "auto", "none") and not variables:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if not self.tools and choice in (None, "auto", "none") and not variables and effort is None:
             return NO_OPTIONS
+        check_effort(effort, "reasoning.effort")
         if isinstance(choice, dict) and "name" in choice:
             choice = {"type": "function", "function": {"name": choice["name"]}}
         tools = [
             ToolIn(one.type, FunctionIn(one.name or "", one.description, one.parameters, one.strict))
             for one in self.tools or ()
         ]
-        return options_of(tools, choice, self.parallel_tool_calls, variables or {})
+        return options_of(tools, choice, self.parallel_tool_calls, variables or {}, effort)
 
     @property
     def constraints(self) -> dict[str, Any]:
