@@ -228,15 +228,16 @@ class Recall:
         self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
 
     def prompt(
-        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
-    ) -> tuple[list[int], list[int], Earlier]:
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS,
+        continues: bool = False,
+    ) -> tuple[list[int], list[int], Earlier]:  # fmt: skip
         """`prompt_ids`, where the first turn begins in them (empty if unknown), and what an earlier request had.
 
-        Raises ContextLengthError, and as `prompt_ids`.
+        continues: the last message is an answer that goes on. Raises ContextLengthError, and as `prompt_ids`.
         """
         texts = [text for message in messages for text in texts_of(message)]
         check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
-        ids, earlier = self._prompt(tenant, cache_salt, messages, options)
+        ids, earlier = self._prompt(tenant, cache_salt, messages, options, continues)
         system = [message for message in messages[:1] if message["role"] == "system"]
         return ids, self._language.chat_template(options).first_start(system, ids), earlier
 
@@ -250,9 +251,9 @@ class Recall:
         return self._prompt(tenant, cache_salt, messages, options)[0]
 
     def _prompt(
-        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions, continues: bool = False
     ) -> tuple[list[int], Earlier]:
-        template = self._language.chat_template(options)
+        template = self._language.chat_template(options, continues)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
         keys = Keys(self._client.facts.root(tenant), cache_salt)
@@ -280,13 +281,14 @@ class Recall:
 
     def note(
         self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = "",
-        options: AnswerOptions = NO_OPTIONS, handle: Handle | None = None,
+        options: AnswerOptions = NO_OPTIONS, handle: Handle | None = None, continues: bool = False,
     ) -> None:  # fmt: skip
         """Remember a finished answer: its choices are recognised from now on. If it has calls, they are durable on
         return; unless the disk fails, which `AnswerStore.stats` says.
 
         messages: the prompt's, without those that a truncation dropped. session_id: the turn's session, if any; see
-        `forget_session`. handle: of a prompt that was made here, whose misses are explained now.
+        `forget_session`. handle: of a prompt that was made here, whose misses are explained now. continues: the answer
+        goes on with the last message, and both are one from now on, but in memory alone.
         """
         template = self._language.template
         if template is None or not messages:
@@ -295,6 +297,7 @@ class Recall:
             prompt = MadePrompt(output.prompt_token_ids, messages, self._language.chat_template(options))
             output.usage = replace(output.usage, miss=explained(handle, prompt, self._client.facts.block_size))
         keys = Keys(self._client.facts.root(tenant), cache_salt)
+        messages, begun = (messages[:-1], messages[-1]["content"]) if continues else (messages, "")
         marks, digest = keys.marks(messages), options.digest
         histories = keys.histories(marks, digest)
         before = [one for one, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
@@ -305,14 +308,14 @@ class Recall:
             if choice.finish_reason is None or not choice.token_ids:
                 continue
             said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
-            message = choice.message
+            message = choice.message | {"content": begun + choice.content}
             told, mark = [*messages, message], keys.message(message)
-            after = [*histories, keys.after(histories[-1], mark)]
+            after = keys.histories([*marks, mark], digest)
             names = list(_names_of_conversation(keys, after, [*marks, mark], told, len(messages)))
             # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
             if choice.reasoning:
                 reasoned, names = reasoned | {len(messages)}, names[1:]
-            else:
+            elif not continues:
                 # Ids that its text does not show belong to this conversation only, not to others with the same text.
                 text = "" if self._silent.intersection(said) else choice.content
                 self._answers.put(_names_of_answer(keys, after[-1], message, text), said, owner)

@@ -133,8 +133,11 @@ class ChatTemplate:
         """The template of a tokenizer; None without a tokenizer, or if it has no chat template."""
         return cls(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
 
-    def using(self, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
-        """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`.
+    def using(
+        self, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None, continues: bool = False
+    ) -> ChatTemplate:
+        """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`. continues: an
+        answer that ends the messages is left open, and no other is opened after it.
 
         Raises RequestError for variables that are not the request's to set.
         """
@@ -145,6 +148,7 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         given = dict(kwargs or {}) | ({"tools": list(tools)} if tools else {})
+        given |= {"continue_final_message": True} if continues else {}
         return self._views(json.dumps(given)) if given else self
 
     def _view(self, given: str) -> ChatTemplate:
@@ -304,6 +308,11 @@ class ChatTemplate:
         asked = [{"role": "user", "content": _USER}]
         return self._render(asked).removeprefix(self._render(asked, opens_answer=False))
 
+    def opening_with(self, begun: Message) -> str:
+        """The text that opens an answer, and what there is of it, as this template continues it."""
+        asked = [_user(_USER)]
+        return self._render([*asked, begun]).removeprefix(self._render(asked, opens_answer=False))
+
     def head_ids(self, system: list[Message]) -> list[int] | None:
         """The ids before a prompt's first turn, which every truncation keeps."""
         boundary = self._boundary(bool(system))
@@ -412,9 +421,13 @@ class ChatTemplate:
         return f"{{'{_KEY}'" not in shown
 
     def _apply(self, messages: list[Message], opens_answer: bool) -> str:
+        given = self._given
+        if "continue_final_message" in given:
+            continues = opens_answer and messages[-1]["role"] == "assistant"
+            given, opens_answer = {**given, "continue_final_message": continues}, opens_answer and not continues
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=opens_answer, **self._given
+                messages, tokenize=False, add_generation_prompt=opens_answer, **given
             )
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
@@ -427,27 +440,6 @@ def _user(content: str) -> Message:
 def _content(message: Message) -> str:
     """Null beside calls counts as empty."""
     return message.get("content") or ""
-
-
-def in_order_of_calls(messages: list[Message]) -> list[Message]:
-    """The same messages, with results of parallel calls in the order of the calls: clients answer in any."""
-    ordered, order = list[Message](), dict[str, int]()
-    for message in messages:
-        if message["role"] == "assistant":
-            order = {call["id"]: index for index, call in enumerate(message.get("tool_calls") or ())}
-        ordered.append(message)
-        place = len(ordered) - 1
-        while message["role"] == "tool" and place and _comes_before(message, ordered[place - 1], order):
-            ordered[place - 1], ordered[place] = message, ordered[place - 1]
-            place -= 1
-    return ordered
-
-
-def _comes_before(message: Message, other: Message, order: Mapping[str, int]) -> bool:
-    if other["role"] != "tool":
-        return False
-    places = [order.get(one.get("tool_call_id", ""), len(order)) for one in (message, other)]
-    return places[0] < places[1]
 
 
 def texts_of(message: Message) -> list[str]:

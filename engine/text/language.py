@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
 from kvstore.engine.text.answer_parser import AnswerParser, make_parser
-from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
 from kvstore.errors import RequestError
 
@@ -139,11 +139,13 @@ class Language:
     why_no_chat: str
     answers: ResponseTemplate | None = None
 
-    def chat_template(self, options: AnswerOptions = NO_OPTIONS) -> ChatTemplate:
-        """Raises RequestError, also for tools that the model cannot be told of or whose calls nobody could read."""
+    def chat_template(self, options: AnswerOptions = NO_OPTIONS, continues: bool = False) -> ChatTemplate:
+        """continues: see `ChatTemplate.using`. Raises RequestError, also for tools that the model cannot be told of or
+        whose calls nobody could read.
+        """
         if self.template is None:
             raise RequestError(self.why_no_chat, param="messages")
-        if not options.tools and not options.variables:
+        if not options.tools and not options.variables and not continues:
             return self.template
         if options.tools and not self.template.knows_tools:
             message = "this model's chat template knows no tools; give one that does as --chat-template (in Python, "
@@ -151,18 +153,21 @@ class Language:
         if options.tools and (self.answers is None or "tool_calls" not in self.answers.spec["fields"]):
             message = "nothing is known of how this model writes calls; name its parser as --tool-call-parser (in "
             raise RequestError(f"{message}Python, tool_call_parser=)", param="tools")
-        return self.template.using(options.shown_tools, options.variables)
+        return self.template.using(options.shown_tools, options.variables, continues)
 
-    def new_parser(self, options: AnswerOptions = NO_OPTIONS) -> AnswerParser | None:
-        """For one answer; None if its text is its content. `chat_template` has passed the options."""
+    def new_parser(self, options: AnswerOptions = NO_OPTIONS, begun: Message | None = None) -> AnswerParser | None:
+        """For one answer; None if its text is its content. `chat_template` has passed the options. begun: the answer
+        that it continues.
+        """
         if self.answers is None or not (options.tools or self.answers.reasoning):
             return None
         tools = [] if options.tool_choice == "none" else options.tools
-        return make_parser(self.answers, self.chat_template(options).opening, tools)
+        template = self.chat_template(options, begun is not None)
+        return make_parser(self.answers, template.opening if begun is None else template.opening_with(begun), tools)
 
-    def parser(self, options: AnswerOptions) -> Callable[[], AnswerParser | None]:
+    def parser(self, options: AnswerOptions, begun: Message | None = None) -> Callable[[], AnswerParser | None]:
         """What makes the parsers of a request's answers."""
-        return partial(self.new_parser, options)
+        return partial(self.new_parser, options, begun)
 
     def constrained(self, params: SamplingParams, options: AnswerOptions = NO_OPTIONS) -> SamplingParams:
         """The parameters with a grammar for what the tools' use demands. Raises RequestError."""

@@ -20,9 +20,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message, in_order_of_calls
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import check_chars
+from kvstore.engine.text.prompts import check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request

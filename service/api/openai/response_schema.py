@@ -5,8 +5,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.text.chat_template import Message, in_order_of_calls
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
+from kvstore.engine.text.prompts import in_order_of_calls
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
 from kvstore.service.api.schema import (
     CachedTokens,

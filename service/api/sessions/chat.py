@@ -1,8 +1,8 @@
 """POST /chat: one turn of a session, streamed or not, its body and its answer. Does not know how `turns` runs it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -31,6 +31,9 @@ MAX_TTL_S = 100 * 365 * 86400
 Turns = Sequence[Turn[TurnResult]]
 
 
+_WHOLE = "a session has whole turns; /v1/chat/completions goes on with a message"
+
+
 class ChatBody(schema.Talking, kw_only=True):
     """A turn. message, or messages: results of tools, or, in a new session, a history. ttl: seconds from its last turn;
     null: for ever.
@@ -47,6 +50,8 @@ class ChatBody(schema.Talking, kw_only=True):
     truncation: str | None = None
     truncation_reuse: str | None = None
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"continue_final_message": _WHOLE}
 
 
 class MessageOut(msgspec.Struct, omit_defaults=True):

@@ -28,7 +28,7 @@ def language(parser: str, reasons: bool = False, opening: str = "") -> Language:
     shown = "<think></think>" if reasons else ""
     answers = choose_template(SimpleNamespace(chat_template=shown, added_tokens_decoder={}), parser)
     template = SimpleNamespace(opening=opening, knows_tools=True)
-    template.using = lambda tools, kwargs: template
+    template.using = lambda tools, kwargs, continues: template
     return Language(TOKENIZER, template, "", answers)
 
 

@@ -6,6 +6,7 @@ from kvstore.engine.text.language import EFFORTS
 from tests.support.service.serving import serving
 from tests.support.service.talking import SHORT, talking_body
 from tests.support.thinking import THINKING
+from tests.support.tools import TOOLS
 
 COMPLETIONS, RESPONSES, CHAT = ROUTES = ("/v1/chat/completions", "/v1/responses", "/chat")
 
@@ -57,3 +58,97 @@ def test_an_unknown_effort_is_named_with_those_there_are(server, path):
     param = "reasoning.effort" if path == RESPONSES else "reasoning_effort"
     assert (reply.status, reply.error["param"]) == (400, param)
     assert reply.error["message"] == f"{param} is 'huge'; give one of {', '.join(EFFORTS)}"
+
+
+# -- going on with an answer -------------------------------------------------------------------------------------------
+GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def ask(server, messages, **more):
+    reply = server.post(COMPLETIONS, {"messages": messages, "temperature": 0, "ignore_eos": True, **more})
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+def said(content, role="user", **more):
+    return {"role": role, "content": content, **more}
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    with serving() as found:
+        yield found
+
+
+@pytest.mark.parametrize("cut", [3, 17])
+def test_an_answer_that_was_cut_off_goes_on_from_its_ids(builtin, cut):
+    """As if it had not been cut off; also once both parts have come back as one answer."""
+    history = [said(f"Tell me about the sea, in {cut} words."), said("Blue.", "assistant"), said("And the sky?")]
+    whole = ask(builtin, history, max_tokens=40)["choices"][0]["message"]["content"]
+    first = ask(builtin, history, max_tokens=cut)
+    part = first["choices"][0]["message"]["content"]
+    rest = ask(builtin, [*history, said(part, "assistant")], max_tokens=40 - cut, **GOES_ON)
+    assert rest["usage"]["prompt_tokens"] == first["usage"]["total_tokens"]
+    assert part + rest["choices"][0]["message"]["content"] == whole
+    after = ask(builtin, [*history, said(whole, "assistant"), said("Thanks")], max_tokens=2)
+    known = rest["usage"]["total_tokens"] - 1
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= known // 16 * 16
+    assert "miss" not in after["usage"]["prompt_tokens_details"]
+
+
+@pytest.mark.parametrize("text", ["Sure, here", " two  spaces  ", "", "A control: <|end|>, as text"])
+def test_any_beginning_goes_on_without_an_end_or_a_new_answer(builtin, text):
+    tokenizer, ids = builtin.engine.tokenizer, []
+    submit = builtin.engine.client.submit
+    with_ids = lambda prompt, *rest, **more: (ids.append(prompt), submit(prompt, *rest, **more))[1]  # noqa: E731
+    builtin.engine.submit = with_ids
+    try:
+        ask(builtin, [said("Hello"), said(text, "assistant")], max_tokens=2, **GOES_ON)
+    finally:
+        builtin.engine.submit = submit
+    assert tokenizer.decode(ids[0]) == f"<|bos|><|user|> Hello<|end|><|assistant|>{text}"
+    controls = [i for i in ids[0] if i in tokenizer.added_tokens_decoder]
+    assert controls == tokenizer.convert_tokens_to_ids(["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"])
+
+
+def test_a_beginning_within_the_reasoning_goes_on_with_reasoning(server):
+    begun = [said("Hello"), said("<think>Hm, a", "assistant")]
+    message = ask(server, begun, max_tokens=6, **GOES_ON)["choices"][0]["message"]
+    assert message["reasoning_content"] and not message["content"]
+    done = [said("Hello"), said("Sure, a", "assistant")]
+    message = ask(server, done, max_tokens=6, **GOES_ON)["choices"][0]["message"]
+    assert message["content"] and "reasoning_content" not in message
+    events = server.post(COMPLETIONS, {"messages": done, "max_tokens": 6, "stream": True, "temperature": 0, **GOES_ON})
+    deltas = [event["choices"][0]["delta"] for event in events.events()[:-1]]
+    assert "".join(delta.get("content", "") for delta in deltas).startswith(message["content"][:2])
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("last", "more", "param", "message"),
+    [
+        (said("a", "assistant"), {"add_generation_prompt": True}, "add_generation_prompt", "make one of them false"),
+        (said("a"), {}, "messages[1].role", "is 'user'"),
+        (said("a", "assistant", tool_calls=[CALL]), {}, "messages[1].tool_calls", "has calls"),
+        (said("a", "assistant"), {"response_format": {"type": "json_object"}}, "response_format", "a whole answer"),
+        (said("a", "assistant"), {"guided_regex": "a+"}, "guided_regex", "leave one of them out"),
+        (said("a", "assistant"), {"tools": TOOLS, "tool_choice": "required"}, "tools", "a whole answer"),
+        (said("a"), {"continue_final_message": False}, "add_generation_prompt", "give both or neither"),
+    ],
+)
+def test_what_cannot_go_on_is_a_400_that_names_it(builtin, last, more, param, message):
+    reply = builtin.post(COMPLETIONS, {"messages": [said("Hello"), last], **GOES_ON, **more})
+    assert (reply.status, reply.error["param"]) == (400, param) and message in reply.error["message"]
+
+
+def test_tools_may_stay_in_the_prompt(builtin):
+    begun = [said("Hello"), said("Sure, a", "assistant")]
+    assert ask(builtin, begun, max_tokens=4, tools=TOOLS, **GOES_ON)["choices"][0]["message"]["content"]
+
+
+def test_sessions_have_whole_turns(builtin):
+    reply = builtin.post(CHAT, {"message": "Hello", "continue_final_message": True})
+    assert (reply.status, reply.error["param"]) == (400, "continue_final_message")
+    assert COMPLETIONS in reply.error["message"]
