@@ -96,6 +96,7 @@ NO_EARLIER = Earlier()
 class Usage:
     """Token counts of one request. cached_tokens is a subset of prompt_tokens. capped_max_tokens: what the window had
     left for an answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known.
+    thinking: whether the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
     """
 
     prompt_tokens: int
@@ -103,6 +104,7 @@ class Usage:
     cached_tokens_details: CachedTokensDetails
     capped_max_tokens: int | None = None
     miss: Miss | None = None
+    thinking: str | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -293,8 +293,12 @@ class Recall:
         template = self._language.template
         if template is None or not messages:
             return
+        asked = self._language.chat_template(options)
+        if handle is not None and any("reasoning_content" in message for message in messages):
+            thinking = "dropped" if asked.hidden_thinking(messages) else "kept"
+            output.usage = replace(output.usage, thinking=thinking)
         if handle is not None and handle.has_missed(self._client.facts.block_size):
-            prompt = MadePrompt(output.prompt_token_ids, messages, self._language.chat_template(options))
+            prompt = MadePrompt(output.prompt_token_ids, messages, asked)
             output.usage = replace(output.usage, miss=explained(handle, prompt, self._client.facts.block_size))
         keys = Keys(self._client.facts.root(tenant), cache_salt)
         messages, begun = (messages[:-1], messages[-1]["content"]) if continues else (messages, "")

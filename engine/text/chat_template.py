@@ -111,10 +111,13 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """The template's text between an answer and the next user message, and after that message."""
+    """The template's text between an answer and the next user message, and after that message. opening: the text that
+    opens an answer which others follow.
+    """
 
     before: str
     after: str
+    opening: str
 
 
 class ChatTemplate:
@@ -313,6 +316,20 @@ class ChatTemplate:
         asked = [_user(_USER)]
         return self._render([*asked, begun]).removeprefix(self._render(asked, opens_answer=False))
 
+    def opens_with(self, has_system: bool) -> str:
+        """The text between a user's message and its answer, in a conversation that goes on; "" if that is unknown."""
+        delta = self._delta(has_system)
+        return "" if delta is None else delta.opening
+
+    def hidden_thinking(self, messages: Sequence[Message]) -> list[int]:
+        """The answers whose reasoning a prompt does not show, by their index."""
+        nonce = secrets.token_hex(8)  # no content can contain it
+        marks = {i: f"kvstore{nonce}x{i}end" for i, m in enumerate(messages) if m.get("reasoning_content")}
+        shown = self._render(
+            [m | ({"reasoning_content": marks[i]} if i in marks else {}) for i, m in enumerate(messages)]
+        )
+        return [index for index, mark in marks.items() if mark not in shown]
+
     def head_ids(self, system: list[Message]) -> list[int] | None:
         """The ids before a prompt's first turn, which every truncation keeps."""
         boundary = self._boundary(bool(system))
@@ -381,11 +398,12 @@ class ChatTemplate:
         history = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
         history += [{"role": "user", "content": _USER}]
         longer = [*history, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-        first, second = self._render(history), self._render(longer)
-        if not second.startswith(first + _ANSWER) or second.count(_NEXT) != 1:
+        first, (head, *rest) = self._render(history), self._render(longer).split(_ANSWER)
+        # The prompt may open the answer with more than a history shows of it, such as "<think>".
+        if not first.startswith(head) or len(rest) != 1 or rest[0].count(_NEXT) != 1:
             return None
-        before, after = second[len(first) + len(_ANSWER) :].split(_NEXT)
-        return TurnDelta(before, after)
+        before, after = rest[0].split(_NEXT)
+        return TurnDelta(before, after, head[head.index(_USER) + len(_USER) :])
 
     def _render(self, messages: Sequence[Message], opens_answer: bool = True) -> str:
         return self._apply([self._shown_message(message) for message in messages], opens_answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
 from kvstore.engine.text.answer_parser import AnswerParser, make_parser
 from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.detokenizer import MAX_UNFINISHED
 from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
 from kvstore.errors import RequestError
 
@@ -39,6 +41,7 @@ class AnswerOptions:
     "required" (the answer is calls), "none", or `{"type": "function", "function": {"name": ...}}`.
     parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
     reasoning_effort: one of EFFORTS, for templates that know it; where they know only on and off, "none" is off.
+    thinking: "drop" takes from a session's context the reasoning that the template does not show, "keep" leaves it.
     Raises RequestError, which names the field.
     """
 
@@ -47,8 +50,11 @@ class AnswerOptions:
     parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    thinking: str = "keep"
 
     def __post_init__(self) -> None:
+        if self.thinking not in ("keep", "drop"):
+            raise RequestError(f"thinking is {str(self.thinking)[:80]!r}; give keep or drop", param="thinking")
         check_effort(self.reasoning_effort, "reasoning_effort")
         tools = self.tools
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -110,10 +116,10 @@ NO_OPTIONS = AnswerOptions()
 ToolsGiven: TypeAlias = Sequence[Mapping[str, Any]] | AnswerOptions  # tools, or with how they may be used
 
 
-def options_of(tools: ToolsGiven) -> AnswerOptions:
-    if isinstance(tools, AnswerOptions):
-        return tools
-    return AnswerOptions(tools) if tools else NO_OPTIONS
+def options_of(tools: ToolsGiven, thinking: str | None = None) -> AnswerOptions:
+    """thinking: None leaves what the options say."""
+    options = tools if isinstance(tools, AnswerOptions) else AnswerOptions(tools) if tools else NO_OPTIONS
+    return options if thinking is None else replace(options, thinking=thinking)
 
 
 def _check_tool(tool: Mapping[str, Any], path: str) -> None:
@@ -168,6 +174,33 @@ class Language:
     def parser(self, options: AnswerOptions, begun: Message | None = None) -> Callable[[], AnswerParser | None]:
         """What makes the parsers of a request's answers."""
         return partial(self.new_parser, options, begun)
+
+    def thought_in(self, token_ids: Sequence[int], answer: Message, opening: str) -> tuple[int, int] | None:
+        """Where in these ids, which end with the answer, its reasoning is, with the texts around it; (0, 0) if it is
+        not there. None if that cannot be told in whole tokens. opening: the text before the answer.
+        """
+        opener, closer = (None if self.answers is None else self.answers.reasoning) or ("", "")
+
+        def text_of(count: int) -> str:
+            ids = list(token_ids[:count])
+            (text,) = self.tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
+            return str(text)
+
+        def end_of(beginning: str) -> int | None:
+            count = bisect_left(range(len(token_ids)), len(beginning), key=lambda count: len(text_of(count)))
+            tried = range(count, min(count + MAX_UNFINISHED, len(token_ids)) + 1)  # within a character
+            return next((count for count in tried if text_of(count) == beginning), None)
+
+        whole = text_of(len(token_ids))
+        is_cut = not answer["content"] and "tool_calls" not in answer  # it may have ended within its reasoning
+        reasoning, closed = re.escape(answer["reasoning_content"]), re.escape(closer) + (r"|\Z" if is_cut else "")
+        thought = re.compile(rf"\s*(?:{re.escape(opener)})?\s*{reasoning}\s*(?:{closed})\s*")
+        start = whole.rfind(opening) + len(opening)
+        found = thought.match(whole, start) if opening in whole else None
+        if found is None:
+            return None if thought.search(whole) else (0, 0)
+        first, end = end_of(whole[:start]), end_of(whole[: found.end()])
+        return None if first is None or end is None else (first, end)
 
     def constrained(self, params: SamplingParams, options: AnswerOptions = NO_OPTIONS) -> SamplingParams:
         """The parameters with a grammar for what the tools' use demands. Raises RequestError."""

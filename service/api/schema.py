@@ -433,12 +433,13 @@ class MissObject(msgspec.Struct, omit_defaults=True):
 
 class PromptTokensDetails(msgspec.Struct):
     """cached_tokens: a subset of prompt_tokens, and the sum of its details. miss: only where tokens were computed that
-    an earlier request of the conversation had.
+    an earlier request of the conversation had. thinking: "kept" or "dropped", only where earlier answers had any.
     """
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
     miss: MissObject | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
 
 
 class UsageObject(msgspec.Struct, omit_defaults=True):
@@ -474,7 +475,8 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
     capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
     misses = [MissObject(*astuple(usage.miss)) for usage in usages if usage.miss is not None]
-    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET)
+    thinking = next((usage.thinking for usage in usages if usage.thinking is not None), UNSET)
+    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET, thinking)
     return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)
 
 

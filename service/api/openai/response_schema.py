@@ -163,12 +163,13 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cache_write_tokens is not counted. miss: see `PromptTokensDetails`."""
+    """cache_write_tokens is not counted. miss, thinking: see `PromptTokensDetails`."""
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
     cache_write_tokens: int = 0
     miss: MissObject | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -231,7 +232,9 @@ class ResponseDeleted(msgspec.Struct):
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
     cached = usage.prompt_tokens_details
-    details = InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss)
+    details = InputTokensDetails(
+        cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss, thinking=cached.thinking
+    )
     return ResponseUsage(
         usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
         usage.capped_max_tokens,

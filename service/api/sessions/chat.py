@@ -1,7 +1,7 @@
 """POST /chat: one turn of a session, streamed or not, its body and its answer. Does not know how `turns` runs it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -39,7 +39,7 @@ class ChatBody(schema.Talking, kw_only=True):
     null: for ever.
 
     Without session_id the turn begins a session. truncation: "auto" or "disabled"; truncation_reuse: "reencode" or
-    "exact".
+    "exact"; thinking: "keep" or "drop".
     """
 
     model: str | None = None
@@ -49,6 +49,7 @@ class ChatBody(schema.Talking, kw_only=True):
     system: str | None = None
     truncation: str | None = None
     truncation_reuse: str | None = None
+    thinking: str | None = None
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
 
     REFUSED: ClassVar[Mapping[str, str]] = {"continue_final_message": _WHOLE}
@@ -186,10 +187,12 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
         session_id = await new_session_id(context, request, ROUTE)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
-    default_s = context.options.ttl_s
+    default_s, options = context.options.ttl_s, body.options
+    if body.thinking is not None:
+        options = replace(options, thinking=body.thinking)
     ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
     return TurnRequest(
-        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl, options=body.options
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl, options=options
     )
 
 

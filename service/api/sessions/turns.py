@@ -84,7 +84,8 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
     num_prompt, num_completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
     miss = None if turn.miss is None else Miss(**turn.miss)
-    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss)
+    thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
+    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss, thinking)
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
     message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
