@@ -258,12 +258,14 @@ def completed(response: ResponseObject, result: TurnResult) -> ResponseObject:
 
 
 def items_of(response_id: str, message: Message, status: str) -> list[OutputItem]:
-    """An answer as items: its reasoning, its text, and its calls, which are whole."""
-    calls = message.get("tool_calls") or ()
+    """An answer as items: its reasoning, its text, and its calls, which are whole. One that ended within its reasoning
+    has no text.
+    """
+    calls, reasoning = message.get("tool_calls") or (), message.get("reasoning_content")
     items: list[OutputItem] = []
-    if reasoning := message.get("reasoning_content"):
-        items.append(reasoning_item(response_id, reasoning, "completed"))
-    if message["content"] or not calls:
+    if reasoning:
+        items.append(reasoning_item(response_id, reasoning, "completed" if message["content"] or calls else status))
+    if message["content"] or not (calls or reasoning):
         items.append(message_item(response_id, message["content"], status))
     return items + [
         call_item(call["id"], call["function"]["name"], call["function"]["arguments"], "completed") for call in calls

@@ -1,11 +1,13 @@
 """Reasoning on all routes that talk: how much of it, where an answer has it, what becomes of it in later turns."""
 
+import re
+
 import pytest
 
 from kvstore.engine.text.language import EFFORTS
 from tests.support.service.serving import serving
 from tests.support.service.talking import SHORT, talking_body
-from tests.support.thinking import THINKING
+from tests.support.thinking import THINKING, THOUGHT, as_asked
 from tests.support.tools import TOOLS
 
 COMPLETIONS, RESPONSES, CHAT = ROUTES = ("/v1/chat/completions", "/v1/responses", "/chat")
@@ -31,8 +33,113 @@ def parts_of(path, answer):
     return message.get("reasoning_content"), message["content"]
 
 
+def said(content, role="user", **more):
+    return {"role": role, "content": content, **more}
+
+
 def num_prompt(path, answer) -> int:
     return answer["usage"]["input_tokens" if path == RESPONSES else "prompt_tokens"]
+
+
+# -- where it is -------------------------------------------------------------------------------------------------------
+def thought(path, **more):
+    return asked(path, **{**THOUGHT, "max_output_tokens": THOUGHT["max_tokens"], "ignore_eos": False, **more})
+
+
+def streamed_parts(path, events):
+    """Reasoning and content, in the order of their kinds, and the last event that has the whole answer."""
+    said, order = {"reasoning": "", "content": ""}, []
+
+    def add(kind, text):
+        said[kind] += text
+        order.extend([kind] if text and kind not in order else [])
+
+    for event in events:
+        if path == RESPONSES:
+            kind = {"response.reasoning_text.delta": "reasoning", "response.output_text.delta": "content"}
+            if event["type"] in kind:
+                add(kind[event["type"]], event["delta"])
+        else:
+            delta = event["choices"][0]["delta"] if path == COMPLETIONS else event["delta"]
+            add("reasoning", delta.get("reasoning_content") or "")
+            add("content", delta.get("content") or "")
+    return said["reasoning"], said["content"], order
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_an_answer_has_its_reasoning_apart(server, path):
+    with as_asked():
+        whole = server.post(path, thought(path)).json()
+        events = server.post(path, thought(path, stream=True)).events()
+    reasoning, content = parts_of(path, whole)
+    assert re.fullmatch("[a-d]{40}", reasoning) and content in ("yes", "no")
+    said = [event for event in events if event != "[DONE]"]
+    assert streamed_parts(path, said) == (reasoning, content, ["reasoning", "content"])
+    if path == RESPONSES:
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+        assert parts_of(path, said[-1]["response"]) == (reasoning, content)
+        shown = server.get(f"{RESPONSES}/{whole['id']}").json()
+        assert parts_of(path, shown) == (reasoning, content)
+        items = [event for event in said if event["type"].startswith("response.output_item")]
+        assert [event["output_index"] for event in items] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_an_answer_that_is_cut_off_while_it_thinks_has_no_content(server, path):
+    with as_asked():
+        whole = server.post(path, thought(path, max_tokens=9, max_output_tokens=9)).json()
+        events = server.post(path, thought(path, max_tokens=9, max_output_tokens=9, stream=True)).events()
+    reasoning, content = parts_of(path, whole)
+    assert re.fullmatch("[a-d]+", reasoning) and not content
+    assert streamed_parts(path, [event for event in events if event != "[DONE]"]) == (reasoning, "", ["reasoning"])
+    if path == RESPONSES:
+        assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert [(item["type"], item["status"]) for item in whole["output"]] == [("reasoning", "incomplete")]
+    else:
+        assert (whole["choices"][0] if path == COMPLETIONS else whole)["finish_reason"] == "length"
+
+
+# -- in later turns ----------------------------------------------------------------------------------------------------
+def of_prompt(path, reply):
+    assert reply.status == 200, reply.body
+    usage = reply.json()["usage"]
+    return usage["input_tokens_details" if path == RESPONSES else "prompt_tokens_details"]
+
+
+def test_a_session_keeps_or_drops_it(server):
+    with as_asked():
+        first = server.post(CHAT, thought(CHAT))
+        named = {"session_id": first.json()["session_id"]}
+        assert "thinking" not in of_prompt(CHAT, first)
+        kept = of_prompt(CHAT, server.post(CHAT, thought(CHAT, **named)))
+        assert (
+            kept["thinking"] == "kept"
+            and kept["cached_tokens"] >= (first.json()["usage"]["total_tokens"] - 1) // 16 * 16
+        )
+        body = thought(CHAT, thinking="drop", **named)
+        dropped = server.post(CHAT, body, **{"Idempotency-Key": "drops"})
+        assert of_prompt(CHAT, dropped)["thinking"] == "dropped"
+        assert server.post(CHAT, body, **{"Idempotency-Key": "drops"}).json() == dropped.json()
+        events = server.post(CHAT, {**body, "stream": True}).events()
+    assert events[-2]["usage"]["prompt_tokens_details"]["thinking"] == "dropped"
+    shown = server.get(f"/sessions/{named['session_id']}").json()["messages"]
+    assert all(message["reasoning_content"] for message in shown if message["role"] == "assistant")
+    reply = server.post(CHAT, thought(CHAT, thinking="forget", **named))
+    assert (reply.status, reply.error["param"]) == (400, "thinking")
+
+
+def test_responses_go_on_with_it_and_histories_follow_the_template(server):
+    with as_asked():
+        first = server.post(RESPONSES, thought(RESPONSES)).json()
+        second = server.post(RESPONSES, thought(RESPONSES, previous_response_id=first["id"]))
+        assert of_prompt(RESPONSES, second)["thinking"] == "kept"
+        items = [{"role": "user", "content": "Hello"}, *first["output"], {"role": "user", "content": "Hello"}]
+        again = server.post(RESPONSES, thought(RESPONSES, input=items, store=False))
+        assert again.status == 200 and "thinking" not in of_prompt(RESPONSES, again), "reasoning items are passed over"
+        asked_first = server.post(COMPLETIONS, thought(COMPLETIONS)).json()["choices"][0]["message"]
+        history = [said("Hello"), asked_first, said("Hello")]
+        reply = server.post(COMPLETIONS, thought(COMPLETIONS, messages=history))
+    assert of_prompt(COMPLETIONS, reply)["thinking"] == "dropped"
 
 
 # -- how much ----------------------------------------------------------------------------------------------------------
@@ -68,10 +175,6 @@ def ask(server, messages, **more):
     reply = server.post(COMPLETIONS, {"messages": messages, "temperature": 0, "ignore_eos": True, **more})
     assert reply.status == 200, reply.body
     return reply.json()
-
-
-def said(content, role="user", **more):
-    return {"role": role, "content": content, **more}
 
 
 @pytest.fixture(scope="module")
