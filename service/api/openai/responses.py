@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any, ClassVar
 
 from aiohttp import web
-from msgspec import UNSET
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
@@ -188,11 +187,9 @@ async def _wanted(
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
     session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
-    ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, ttl=ttl,
-        options=body.options,
-    )  # fmt: skip
+        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options
+    )
     return wanted, before if goes_on else None
 
 
