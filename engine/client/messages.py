@@ -55,7 +55,7 @@ class Facts:
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
     see `CoreClient.submit`. num_had: how many of its first tokens an earlier request had, and had_s: when that ended;
-    the core says why it computes any of these.
+    the core says why it computes any of these. conversation: a digest of its client's name, which goes to one engine.
     """
 
     request_id: str
@@ -69,6 +69,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     turn_starts: Sequence[int] = ()
     num_had: int = 0
     had_s: float = 0.0
+    conversation: bytes = b""
 
 
 class End(msgspec.Struct, tag=True, array_like=True, frozen=True):

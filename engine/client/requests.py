@@ -276,7 +276,7 @@ class CoreClient:
             asked.append(
                 Submit(
                     request_id, token_ids, silent, max_tokens, tenant, priority, chain, lineage, turn_starts,
-                    earlier.num_tokens, earlier.ended_s,
+                    earlier.num_tokens, earlier.ended_s, earlier.conversation,
                 )
             )  # fmt: skip
         self._running |= running

@@ -139,6 +139,29 @@ def test_what_an_answers_text_does_not_show_stays_in_its_conversation(builtin):
         assert one.prompt_ids("seen", "", messages) == rendered(builtin, messages)
 
 
+def test_agents_that_were_told_the_same_words_in_other_tokens_each_get_their_own(builtin):
+    """The named conversation's answer goes first, also after a restart; one without a name, or with a new one, gets the
+    latest.
+    """
+    recall, out = Recall(builtin), builtin.generate([[1, 2]], greedy(1))[0]
+    said, whole = [user("Hello")], builtin.tokenizer.encode("Hello there", add_special_tokens=False)
+    single = [i for letter in "Hello there" for i in builtin.tokenizer.encode(letter, add_special_tokens=False)]
+    out.prompt_token_ids = recall.prompt_ids("agents", "", said)
+    out.choices[0].text = "Hello there"
+    for name, ids in (("ada", whole), ("eve", single)):
+        out.choices[0].token_ids[:] = ids
+        recall.note("agents", "", said, out, conversation=name)
+    messages, before = [*said, assistant("Hello there"), user("And then?")], len(out.prompt_token_ids)
+    assert single != whole
+    for one in (recall, Recall(builtin)):
+        for tenant, name, ids in (
+            ("agents", "ada", whole), ("agents", "eve", single), ("agents", "new", single), ("agents", "", single),
+            ("others", "ada", whole), ("others", "eve", whole),
+        ):  # fmt: skip
+            prompt, _, _ = one.prompt(tenant, "", messages, conversation=name)
+            assert prompt[before : before + len(ids)] == ids, (tenant, name)
+
+
 def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
     recall = Recall(builtin)
     for messages in (
