@@ -80,6 +80,13 @@ class End(msgspec.Struct, tag=True, array_like=True, frozen=True):
     stop_string: str | None
 
 
+class CallsTool(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Choice `index` of a prompt has begun to call a tool: a program will go on soon."""
+
+    request_id: str
+    index: int
+
+
 # -- verbs -----------------------------------------------------------------------------------------------------------
 class Call(msgspec.Struct, Generic[R], tag=True, array_like=True):
     """A verb with its arguments; R is the type of its result. Nothing can be called but the classes below."""
@@ -206,7 +213,7 @@ def encode(message: object) -> bytes:
         raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
 
 
-decode_inbound = msgspec.msgpack.Decoder(Submit | End | Called | Close).decode
+decode_inbound = msgspec.msgpack.Decoder(Submit | End | CallsTool | Called | Close).decode
 
 
 decode_outbound = msgspec.msgpack.Decoder(Updates | Answered | Starting | Opened | Failed, dec_hook=as_error).decode
@@ -259,6 +266,9 @@ class Core(Protocol):
 
         Does nothing for a prompt that has ended. Raises EngineClosedError.
         """
+
+    def note_call(self, request_id: str, index: int) -> None:
+        """Choice `index` of a prompt has begun to call a tool. Never waits. Raises EngineClosedError."""
 
     def call(self, verb: Call[Result]) -> Result:
         """Carry out one of the verbs in `messages`. Waits for the result. Raises what the verb raises, and as

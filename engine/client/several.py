@@ -218,6 +218,10 @@ class SeveralCores:
         if (rank := self._sent.get(request_id)) is not None:
             self.cores[rank].end(request_id, index, stop_string)
 
+    def note_call(self, request_id: str, index: int) -> None:
+        if (rank := self._sent.get(request_id)) is not None:
+            self.cores[rank].note_call(request_id, index)
+
     def take_news(self) -> list[Update]:
         updates = [update for one in self.cores for update in one.take_news()]
         for update in updates:
