@@ -29,7 +29,7 @@ from kvstore.engine.text.prompts import check_length
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
 
-LINE_COST, TURN_COST = 250, 180  # costs beside the ids, in tokens of 4 bytes
+LINE_COST, TURN_COST = 250, 220  # costs beside the ids, in tokens of 4 bytes
 DIGEST_BYTES = 16
 MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 

@@ -323,14 +323,14 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
 
 # -- memory and threads ------------------------------------------------------------------------------------------------
 def test_conversations_are_shared_and_bounded():
-    lines = Lines(12_000)
+    lines = Lines(14_000)
 
     def add(number: int, before: int, known: KnownConversation) -> None:
         lines.add(b"h%d" % number, b"h%d" % before, known)
 
     for number in range(40):  # one conversation that grows is kept once
         add(number, number - 1, KnownConversation(2 * number + 2, list(range(100 * (number + 1)))))
-    assert lines.num_tokens < 12_000  # as often as it is long, it would be ten times as much
+    assert lines.num_tokens < 14_000  # as often as it is long, it would be ten times as much
     for number in range(40):
         found = lines.find_first([b"unknown", b"h%d" % number])
         assert list(found.token_ids) == list(range(100 * (number + 1))) and found.num_messages == 2 * number + 2
@@ -338,7 +338,7 @@ def test_conversations_are_shared_and_bounded():
     assert lines.find_first([b"h39"]) is None  # two are too many: the older one went
     for number in range(200, 260):
         add(number, -1, KnownConversation(2, [number] * 500, b"o%d" % (number % 2)))
-        assert lines.num_tokens <= 12_000
+        assert lines.num_tokens <= 14_000
     assert lines.find_first([b"h200"]) is None and list(lines.find_first([b"h259"]).token_ids) == [259] * 500
     lines.forget_owner(b"o1")
     assert lines.find_first([b"h259"]) is None and lines.find_first([b"h258"]) is not None
