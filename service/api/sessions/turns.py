@@ -163,8 +163,6 @@ async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult
                 raise unknown_session(wanted.session_id) from None
             raise
         is_stored = record is not None
-        if not is_stored:
-            turn.check_wanted()
         return _settled(context, wanted, chat, record, begun.handle.output, turn.is_stopped)
 
     try:

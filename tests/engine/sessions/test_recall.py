@@ -1,14 +1,17 @@
 """Histories as text against what sessions would have sent: the same ids, whoever asks."""
 
+import json
 import random
+from collections.abc import Callable
 
 import pytest
 
-from kvstore import Engine, SamplingParams
+from kvstore import AnswerOptions, Engine, SamplingParams
 from kvstore.engine.sessions.recall import Keys, KnownConversation, Lines, Recall
 from kvstore.errors import RequestError
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, assistant, make, user
 from tests.support.engines import greedy, open_engine, save_model, settle
+from tests.support.tools import WEATHER
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 1024}
 TEXTS = [
@@ -191,6 +194,34 @@ def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
     assert recall.prompt_ids("own", "", messages)[: len(known)] == known
     assert recall.forget_session("own", "noted")
     assert recall.prompt_ids("own", "", messages) == rendered(builtin, messages)
+
+
+def test_the_calls_of_an_answer_are_its_tenants_until_its_session_is_deleted(builtin):
+    """In any form of the same JSON. What another says is what it sent."""
+    recall, chat = Recall(builtin), builtin.chat("calls", "own")
+    must_call = AnswerOptions([WEATHER], tool_choice="required")
+    out = chat.send("Hello there", SamplingParams(max_tokens=80), must_call)
+    recall.note("own", "", [user("Hello there")], out, session_id="calls", options=must_call)
+    known = out.prompt_token_ids + out.token_ids
+
+    def prompt(tenant: str, change: Callable[[dict], object], call_id: str | None = None) -> list[int]:
+        (call,) = out.choices[0].message["tool_calls"]
+        arguments = change(json.loads(call["function"]["arguments"]))
+        sent = {**call, "id": call_id or call["id"], "function": {"name": "weather", "arguments": arguments}}
+        messages = [user("Hello there"), {"role": "assistant", "content": None, "tool_calls": [sent]}, user("More")]
+        return recall.prompt_ids(tenant, "", messages, AnswerOptions([WEATHER]))
+
+    same: list[Callable[[dict], object]] = [
+        lambda given: json.dumps(dict(reversed(given.items())), indent=2), lambda given: given,
+        lambda given: json.dumps(given | {"days": float(given["days"])}),
+    ]  # fmt: skip
+    for change in same:
+        assert prompt("own", change)[: len(known)] == known
+        assert prompt("other", change)[: len(known)] != known
+    assert prompt("own", lambda given: json.dumps(given), "call_of_others")[: len(known)] != known
+    assert prompt("own", lambda given: given | {"days": given["days"] % 9 + 1})[: len(known)] != known
+    assert recall.forget_session("own", "calls")
+    assert prompt("own", same[0])[: len(known)] != known
 
 
 def test_an_answer_that_ends_with_a_space_keeps_its_ids_in_a_session_too(builtin):
