@@ -303,7 +303,7 @@ def test_a_picture(replay_trace, tmp_path, suffix):
     pytest.importorskip("matplotlib")
     code, out, _ = replay_trace(
         "--batch", "2", "--plot", tmp_path / f"plan{suffix}"
-    )  # matplotlib may tell of its fonts
+    )
     assert code == 0 and "hit rate" in out
     assert (tmp_path / f"plan{suffix}").read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
 
