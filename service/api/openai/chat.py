@@ -14,6 +14,7 @@ from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
 from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
+from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.sessions.chat import delta_of
 from kvstore.service.api.sessions.turns import TurnResult
@@ -178,7 +179,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     messages, tenant = schema.messages_of(body.messages), tenant_of(request)
-    history = StatelessRequest(tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options)
+    history = StatelessRequest(
+        tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options,
+        name_of(request.headers, body),
+    )  # fmt: skip
     opened = open_stateless(context, request[EXCHANGE], history)
     return await answer(
         request, opened, ChatCompletionsDialect(context, body, head_of(context, "chatcmpl-")), body.stream

@@ -87,7 +87,6 @@ class ResponseBody(Sampling, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    conversation: Any = None
     background: bool | None = None
 
     @property

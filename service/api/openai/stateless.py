@@ -66,7 +66,7 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
-    """What to answer."""
+    """What to answer. conversation: the client's name of it, or ""."""
 
     tenant: str
     messages: list[Message]
@@ -74,6 +74,7 @@ class StatelessRequest:
     salt: str = ""
     priority: int = 0
     options: AnswerOptions = NO_OPTIONS
+    conversation: str = ""
 
 
 @asynccontextmanager
@@ -94,8 +95,9 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
     language = engine.engine.chats.language
     with context.limits.admit(history.tenant, params.n):
         prompt, turn_starts, earlier = await engine.call_with_text(
-            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options
-        )
+            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options,
+            history.conversation,
+        )  # fmt: skip
         if params.structured_outputs is not None or options.tools:
             params = await engine.call(language.constrained, params, options)
         handle = await engine.submit(
@@ -105,7 +107,8 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
-        await engine.call(context.recall.note, history.tenant, history.salt, messages, output, "", options, handle)
+        owner = (history.tenant, history.salt)
+        await engine.call(context.recall.note, *owner, messages, output, "", options, handle, history.conversation)
     return TurnResult(
         turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
         time.time(),
