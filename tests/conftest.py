@@ -4,6 +4,7 @@ Kernels are tested on a CUDA device, and without one in Triton's interpreter: th
 """
 
 import functools
+import gc
 import glob
 import importlib.util
 import logging
@@ -17,6 +18,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started, and each would compile the product
+sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 # Triton reads this when a kernel's module is imported: too early to ask torch, whose import takes seconds.
 if not glob.glob("/dev/nvidia[0-9]*"):
@@ -42,6 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected stays: no collection of garbage need look at it
 
 
 @pytest.hookimpl(wrapper=True)

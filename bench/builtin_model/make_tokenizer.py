@@ -16,14 +16,9 @@ from kvstore.engine.builtin import MODEL_DIR
 VOCAB_SIZE = 1280
 WINDOW = 1024
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-# With a space before a person's text, a first word has the same pieces as a later one. Every message is rendered by
-# itself, so a longer chat always begins with the shorter one.
-TEMPLATE = (
-    "{{ '<|bos|>' }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|end|>' }}"
-    "{% else %}{{ '<|' + message['role'] + '|> ' + message['content'] + '<|end|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+# The template is written by hand. With a space before a person's text, a first word has the same pieces as a later one.
+# Every message is rendered by itself, so a longer chat always begins with the shorter one.
+TEMPLATE = (MODEL_DIR / "chat_template.jinja").read_text()
 
 
 def corpus(num_conversations: int) -> list[str]:

@@ -25,6 +25,7 @@ from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
+from kvstore.service.api.naming import Naming
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
 from kvstore.service.settings.options import nearest
 
@@ -42,7 +43,7 @@ CONSTRAINTS = dict.fromkeys((
 }  # fmt: skip
 GUIDED = "guided_"  # and what follows it: what a body does not read itself
 # Fields of other servers that are close to a name of ours but mean something else.
-NO_MISSES = {"message_id", "models", "top_a", "top_n"}
+NO_MISSES = {"conversation_id", "message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(Naming, kw_only=True):
     """What every route that generates accepts; null is the same as not given."""
 
     n: Annotated[int, Meta(ge=1, le=16)] | None = None

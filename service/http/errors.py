@@ -35,8 +35,8 @@ class ErrorBody(msgspec.Struct):
     error: ErrorInfo
 
 
-class ApiError(Exception):
-    """An answer with an error status. `headers` go with it."""
+class ApiError(kv.KVStoreError):
+    """An answer with an error status, foreseen as every KVStoreError is. `headers` go with it."""
 
     def __init__(
         self,

@@ -103,9 +103,9 @@ LAUNCHES = {
         [
             (LLAMA, torch.bfloat16, {"long": True}),  # a part of what the next one is
             (LLAMA, torch.bfloat16, {"window": 4096, "softcap": 50.0}),
-            (QWEN, torch.bfloat16, {"parts": True}),
-            (GEMMA, torch.bfloat16, {"parts": True, "long": True}),  # smaller than the last one
-            (LLAMA, torch.float32, {"parts": True, "long": True}),  # this one, too
+            (QWEN, torch.bfloat16, {"parts": True, "long": True}),  # smaller than the last one, as the next two
+            (GEMMA, torch.bfloat16, {"parts": True, "long": True}),
+            (LLAMA, torch.float32, {"parts": True, "long": True}),
             (GEMMA, torch.float32, {"parts": True}),
         ],
     ),

@@ -12,7 +12,7 @@ import pytest
 from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import EngineClosedError, KVStoreError, RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.sessions.record import SessionKey
-from tests.support.by_hand import crawling, held
+from tests.support.by_hand import crawling
 from tests.support.engines import greedy
 from tests.support.faults import before_each, before_each_step, fail
 from tests.support.waiting import wait_in_loop
@@ -162,21 +162,6 @@ async def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(engine, num_
     assert chat.num_turns == 1 and 1 <= len(answer.output.token_ids) < 900
 
 
-async def test_a_cancelled_reader_leaves_nothing_running(engine):
-    chat = engine.engine.chat("cancelled")
-    for seconds in (0.001, 0.02, 0.05):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(text_of(await engine.start_turn(chat, said("Hello"), LONG)), seconds)
-        await wait_in_loop(lambda: not chat.is_busy)
-    task = asyncio.ensure_future(engine.start_turn(chat, said("Hello"), LONG))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await wait_in_loop(lambda: not chat.is_busy)
-    assert chat.num_turns == 0
-
-
 async def test_a_first_turn_may_bring_the_history(engine):
     history = [
         {"role": "system", "content": "Be brief."},
@@ -215,24 +200,6 @@ async def test_times_of_a_request_add_up_and_are_stored_with_its_turn(engine):
     usage = (await answer.result()).usage
     assert usage["ttft_us"] == round(times.ttft_s * 1e6)
     json.dumps(usage)
-
-
-async def test_a_turn_that_is_cancelled_twice_leaves_its_session_free(engine):
-    """A client that is gone is noticed by a failing write and by its connection, one after the other."""
-    chat = engine.engine.chat("twice")
-    await text_of(await engine.start_turn(chat, said("Hello"), GREEDY))
-    with crawling(engine.engine):
-        answer = await engine.start_turn(chat, said("Hello"), LONG)
-        await anext(answer)
-        with held(engine.engine):  # the abort has to wait
-            task = asyncio.create_task(answer.aclose())
-            for _ in range(3):
-                await asyncio.sleep(0.01)
-                task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await wait_in_loop(lambda: not chat.is_busy)
-    assert chat.num_turns == 1
 
 
 async def test_a_turn_has_one_answer_and_that_is_kept_as_text(engine):

@@ -26,7 +26,7 @@ from tests.support.service.talking import LONG, SHORT, WRONG, Stream, chat, tena
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 LEAST_EACH = 6
-SECONDS, LONG_SECONDS = 3.0, 300.0  # of each of the two parts
+SECONDS, LONG_SECONDS = 2.0, 300.0  # of each of the two parts
 DISK_BYTES = 8 * 2**20
 TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": DISK_BYTES}
 GROWTH_BYTES = 100 * 2**20

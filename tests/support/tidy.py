@@ -7,6 +7,7 @@ known and the tests stand in `tests/test_tidy.py`.
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 LAYERS = ("service", "engine", "kvstore", "kernels", "rope")  # each may import what stands to its right
@@ -25,7 +26,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class House:
-    """Every module below a root, by its dotted name."""
+    """Every module below a root, by its dotted name. Their trees are made when they are asked for."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -35,9 +36,18 @@ class House:
             for path in sorted((root / folder).rglob("*.py"))
             if folder != "kvstore" or path.relative_to(root).parts[1] not in LINKED
         }
-        self.trees = {name: ast.parse(path.read_text(), str(path)) for name, path in self.files.items()}
-        self.nodes = {name: list(ast.walk(tree)) for name, tree in self.trees.items()}
-        self._imported = {
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        return {name: ast.parse(path.read_text(), str(path)) for name, path in self.files.items()}
+
+    @cached_property
+    def nodes(self) -> dict[str, list[ast.AST]]:
+        return {name: list(ast.walk(tree)) for name, tree in self.trees.items()}
+
+    @cached_property
+    def _imported(self) -> dict[tuple[str, bool], list[str]]:
+        return {
             (name, ever): [target for node in statements(tree.body, ever) for target in self.imports_of(name, node)]
             for name, tree in self.trees.items()
             for ever in (False, True)

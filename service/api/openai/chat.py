@@ -14,6 +14,7 @@ from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
 from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
+from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.sessions.chat import delta_of
 from kvstore.service.api.sessions.turns import TurnResult
@@ -202,7 +203,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     messages, tenant = schema.messages_of(body.messages), tenant_of(request)
     history = StatelessRequest(
         tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options,
-        bool(body.continue_final_message),
+        name_of(request.headers, body), bool(body.continue_final_message),
     )  # fmt: skip
     opened = open_stateless(context, request[EXCHANGE], history)
     return await answer(

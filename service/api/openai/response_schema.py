@@ -93,7 +93,6 @@ class ResponseBody(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
-    conversation: Any = None
     background: bool | None = None
 
     @property

@@ -67,7 +67,9 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
-    """What to answer. continues: the last message is an answer, which goes on."""
+    """What to answer. conversation: the client's name of it, or "". continues: the last message is an answer, which
+    goes on.
+    """
 
     tenant: str
     messages: list[Message]
@@ -75,6 +77,7 @@ class StatelessRequest:
     salt: str = ""
     priority: int = 0
     options: AnswerOptions = NO_OPTIONS
+    conversation: str = ""
     continues: bool = False
 
 
@@ -96,8 +99,9 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
     language, continues = engine.engine.chats.language, history.continues
     with context.limits.admit(history.tenant, params.n):
         prompt, turn_starts, earlier = await engine.call_with_text(
-            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options, continues
-        )
+            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options,
+            history.conversation, continues,
+        )  # fmt: skip
         if params.structured_outputs is not None or options.tools:
             params = await engine.call(language.constrained, params, options)
         if continues and params.structured_outputs is not None:
@@ -111,9 +115,8 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
-        await engine.call(
-            context.recall.note, history.tenant, history.salt, messages, output, "", options, handle, continues
-        )
+        note = partial(context.recall.note, history.tenant, history.salt, messages, output, options=options)
+        await engine.call(partial(note, handle=handle, conversation=history.conversation, continues=continues))
     return TurnResult(
         turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
         time.time(),

@@ -38,12 +38,13 @@ class ChatBody(schema.Talking, kw_only=True):
     """A turn. message, or messages: results of tools, or, in a new session, a history. ttl: seconds from its last turn;
     null: for ever.
 
-    Without session_id the turn begins a session. truncation: "auto" or "disabled"; truncation_reuse: "reencode" or
-    "exact"; thinking: "keep" or "drop".
+    Without session_id the turn begins a session; with create, also where there is none of that id. truncation: "auto"
+    or "disabled"; truncation_reuse: "reencode" or "exact"; thinking: "keep" or "drop".
     """
 
     model: str | None = None
     session_id: str | None = None
+    create: bool | None = None
     message: str | schema.MessageIn | None = None
     messages: schema.Messages | None = None
     system: str | None = None
@@ -187,13 +188,13 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
         session_id = await new_session_id(context, request, ROUTE)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
-    default_s, options = context.options.ttl_s, body.options
+    options = body.options
     if body.thinking is not None:
         options = replace(options, thinking=body.thinking)
-    ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
     return TurnRequest(
-        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl, options=options
-    )
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, bool(body.create),
+        ttl=body.ttl, options=options,
+    )  # fmt: skip
 
 
 ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

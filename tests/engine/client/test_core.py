@@ -180,11 +180,10 @@ def test_administration(engine):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kind", ["here", "own"])
-async def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path, kind):
+async def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
     """With a model that has no tokenizer: it takes ids."""
     model = save_model(tmp_path / "bare", max_position_embeddings=2048)
-    engine = Engine(model, {"hbm": "8MiB"}, device="cpu", **KINDS[kind])
+    engine = Engine(model, {"hbm": "8MiB"}, device="cpu")
     front = AsyncEngine(engine)
     out = await front.generate(PROMPT, TEN)
     assert (out.text, len(out.token_ids)) == ("", 10)
@@ -228,14 +227,15 @@ def is_unread(front: AsyncEngine) -> bool:
 
 
 @pytest.mark.anyio
-async def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, here, monkeypatch):
+async def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, here, redis, monkeypatch):
     """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
     prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
     known = [out.token_ids for out in here.generate(prompts, TEN)]
     [text] = here.generate(["Hello there"], TEN)
 
     model = saved_model(tokenizer=True, max_position_embeddings=2048)
-    engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own")
+    shared = {"session_store": redis.url, "session_durability": "unchecked"}
+    engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", **shared)
     front = AsyncEngine(engine, reads=True)
     outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
     said = await front.generate("Hello there", TEN)
@@ -251,21 +251,19 @@ async def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, he
         await front.start([10**6], TEN)
     assert left.output.finish_reason == "abort" and is_unread(front)
     assert not [thread for thread in threading.enumerate() if thread is engine.core.reader and thread.name == READ]
-    await front.close()
+    await closed_while_a_round_waits(engine, front)
     with pytest.raises(EngineClosedError):
         await front.start(PROMPT, TEN)
+    with pytest.raises(EngineClosedError):
+        engine.flush()
+    assert engine.core.state == "closed" and engine.core.pid is None
     assert [out.token_ids for out in outs] == [out.token_ids for out in again] == known
     assert (said.text, said.token_ids) == (text.text, text.token_ids)
 
 
-@pytest.mark.anyio
-async def test_a_close_ends_while_a_round_waits_for_the_process(model, redis):
+async def closed_while_a_round_waits(engine: Engine, front: AsyncEngine) -> None:
     """It carries out a deletion, and the loop that is being closed is the one that reads the answer."""
     asks = threading.Event()
-
-    shared = {"session_store": redis.url, "session_durability": "unchecked"}
-    engine = Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", **shared)
-    front = AsyncEngine(engine, reads=True)
     await front.call(engine.chat("deleted").send, "Hello", TEN)
     os.kill(engine.core.pid, signal.SIGSTOP)
     with before_each(engine.client, "call", asks.set):
@@ -275,7 +273,6 @@ async def test_a_close_ends_while_a_round_waits_for_the_process(model, redis):
         await front.call(wait_until, lambda: engine.closed, "it begins to close")
         os.kill(engine.core.pid, signal.SIGCONT)
         await asyncio.wait_for(closing, TIMEOUT_S)
-    assert engine.core.state == "closed"
 
 
 def test_requests_wait_for_a_process_that_does_not_read(own, here):

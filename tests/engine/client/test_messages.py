@@ -30,9 +30,11 @@ from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.process.channel import Failed
 from kvstore.errors import (
+    ConfigError,
     ContextLengthError,
     EngineDiedError,
     KVStoreError,
+    ModelError,
     RequestError,
     SessionBusyError,
     StoreLockedError,
@@ -55,6 +57,8 @@ def made(cls):
         return cls("too long", 300, 256)
     if cls is StoreLockedError:
         return cls("locked", 42)
+    if issubclass(cls, ConfigError | ModelError):
+        return cls("wrong", remedy={"cpu": 2})
     return cls("wrong", "field") if issubclass(cls, RequestError) else cls("wrong")
 
 

@@ -87,10 +87,27 @@ def test_the_pool_is_what_the_fullest_device_has_room_for(model, tmp_path, monke
         assert engine.loop.pool.num_blocks == (100 << 10) // of_rank
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(model, plain, size, tmp_path, monkeypatch):
-    expected, said = plain(PROMPTS[0], 200), list[int]()
-    with devices(monkeypatch), engine_on_cuda(model, tmp_path / "store", max_model_len=256, **SIZES[size]) as engine:
+def test_tokens_of_the_last_stage_are_read_behind_their_copy_and_none_once_it_has_ended(
+    model, plain, tmp_path, monkeypatch
+):  # fmt: skip
+    """The rank that has ended is waited for no longer, and nothing wrong is said."""
+    expected, said, copied, num_read = plain(PROMPTS[0], 200), list[int](), {}, 0
+
+    def copying(numbers):
+        on_host = start_to_host(numbers)
+        copied[id(on_host)] = time.perf_counter()
+        return on_host
+
+    def waiting(clock, launched):
+        nonlocal num_read
+        assert launched.end.at_s > copied.pop(id(launched.on_host))
+        num_read += 1
+
+    beside = [(runner, "start_to_host", copying), (StepClock, "wait", waiting)]
+    opened = partial(engine_on_cuda, model, tmp_path / "store", max_model_len=256, **SIZES["pipeline"])
+    with devices(monkeypatch, beside=beside), opened() as engine:
+        ask(engine, PROMPTS[1], 4)
+        assert num_read == 4
         with crawling(engine), pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
             rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(200))
             wait_until(lambda: handle.pieces)
@@ -117,28 +134,6 @@ def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(m
         with pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended \(exit code 1\)"):
             list(engine.stream(handle))
     assert "rank 1 of 2: [Errno 105] No buffer space available" in capfd.readouterr().err
-
-
-def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(model, tmp_path, monkeypatch):
-    copied, num_read = {}, 0
-
-    def copying(numbers):
-        on_host = start_to_host(numbers)
-        copied[id(on_host)] = time.perf_counter()
-        return on_host
-
-    def waiting(clock, launched):
-        nonlocal num_read
-        assert launched.end.at_s > copied.pop(id(launched.on_host))
-        num_read += 1
-
-    beside = [(runner, "start_to_host", copying), (StepClock, "wait", waiting)]
-    with (
-        devices(monkeypatch, beside=beside),
-        engine_on_cuda(model, tmp_path / "store", pipeline_parallel_size=2) as engine,
-    ):
-        ask(engine, PROMPTS[0], 4)
-    assert num_read == 4
 
 
 def test_too_few_devices_are_refused_before_anything_is_started(model, tmp_path, monkeypatch):

@@ -74,10 +74,9 @@ def test_an_engine_whose_rank_ends_names_it_and_leaves_nothing(model, plain, tmp
         assert out.token_ids == plain(PROMPTS[0], 4) and cached(out)[2] > 0
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, size, capfd):
+def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, capfd):
     """A message of a step is lost on its way, so nobody goes on, and each process is alive."""
-    with constants(opening, SLOW_FACTOR=0.5), open_engine(model, silence_s=10.0, **SIZES[size]) as engine:
+    with constants(opening, SLOW_FACTOR=0.5), open_engine(model, silence_s=10.0, **SIZES["pipeline"]) as engine:
         ask(engine, PROMPTS[0])
         with (
             constants(Child, send=lambda child, message, waits: None),

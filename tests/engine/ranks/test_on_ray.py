@@ -36,7 +36,7 @@ from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
 ON_RAY = {"distributed_executor": "ray"}
-SILENCE_S, START_S = 10.0, 300.0
+SILENCE_S, START_S = 6.0, 300.0
 SHORT = [("tensor", signal.SIGKILL), ("pipeline", signal.SIGSTOP)]
 CASES = [(size, sign) for size in SIZES for sign in (signal.SIGKILL, signal.SIGSTOP)]
 OTHER = """
@@ -265,10 +265,9 @@ def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
         one.wait()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_path, others, size):
+def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_path, others):
     expected, store = [plain(prompt, 20) for prompt in PROMPTS], tmp_path / "store"
-    with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES[size]) as engine:
+    with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES["tensor"]) as engine:
         check_says(engine, expected)
     assert others[0].wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
     with open_engine(model, store) as engine:

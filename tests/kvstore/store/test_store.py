@@ -201,8 +201,8 @@ def test_what_is_below_blocks_lost_before_the_index_is_loaded_goes_though_their_
         ask(engine, tokens(11, 40))
         wait_until(lambda: engine.connector.parts.disk.contains(chain[1]))
         go.set()
+        wait_until(lambda: on_disk(engine) == set(chain[:2]))
         settle(engine)
-        assert on_disk(engine) == set(chain[:2])
 
 
 def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored):

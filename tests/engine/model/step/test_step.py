@@ -26,8 +26,6 @@ from tests.support.models import make_model
 from tests.support.paged import without_foreign_kernels
 
 NAMES = ("token_ids", "positions", "slots", "sample_tokens", "query_start", "context_lens")
-TURN_S = 0.2  # in which the other thread gets as far as it can
-without_a_card = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 MAX_LEN = 4096
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton")
 

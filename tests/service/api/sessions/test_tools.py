@@ -1,5 +1,9 @@
 """POST /chat with tools: calls, their results, streams, retries, and what a session shows of them."""
 
+from contextlib import closing
+
+from kvstore.disk.directory import StoreDirectory
+from kvstore.sessions.answers import open_answers
 from tests.support.service.server_process import launched
 from tests.support.service.serving import server_fixture
 from tests.support.tools import TOOLS, WEATHER, is_weather, reordered
@@ -54,7 +58,10 @@ def test_a_history_with_calls_hits_after_kill_9(tmp_path):
     with launched(tmp_path / "store") as server:
         reply = server.post(path, {"messages": asked, **MUST, "tools": [WEATHER]}).json()
         server.flush()
-        server.kill()
+        server.post(path, {"messages": [{"role": "user", "content": "And in Oslo?"}], **MUST})
+        server.kill()  # what was told is durable
+    with StoreDirectory.open(tmp_path / "store") as directory, closing(open_answers(directory)) as answers:
+        assert answers.stats()["answers"] == 2
     message = reply["choices"][0]["message"]
     (call,) = message["tool_calls"]
     function = {**call["function"], "arguments": reordered(call["function"]["arguments"])}

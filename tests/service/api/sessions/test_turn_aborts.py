@@ -23,6 +23,7 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
 from kvstore.service.api.context import Context, Exchange
 from kvstore.service.api.metrics import Metrics
+from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
 from kvstore.service.api.sessions.turns import TurnRequest, delete, open_turn
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import ApiError
@@ -192,7 +193,7 @@ def texts(context: Context) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_reader_that_leaves_at_any_await_leaves_nothing_behind(seed):
+def test_a_reader_that_leaves_at_any_await_leaves_nothing_behind(seed, caplog):
     at, outcomes = 0, set()
     was_aborted = True
     while was_aborted:
@@ -220,7 +221,28 @@ def test_a_reader_that_leaves_at_any_await_leaves_nothing_behind(seed):
 
         with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:
             was_aborted = runner.run(scenario())
-    assert at > 5 and outcomes == {1, 2}
+    assert at > 5 and outcomes == {1, 2} and not caplog.messages
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_reader_that_leaves_a_stateless_answer_is_no_failure_to_log(stops, caplog):
+    """Nor is what a server that stops just then has ended."""
+    history = StatelessRequest("", [{"role": "user", "content": "Hello"}], wanted("Hello").params)
+    for seed in range(20):
+        loop = SeededLoop(seed)
+
+        async def scenario(loop: SeededLoop = loop) -> None:
+            context, core = opened(loop)
+            async with open_stateless(context, Exchange("a", "/v1/chat/completions"), history):
+                await loop.rounds(loop.rng.randrange(4))
+                if stops:
+                    core.close()
+                    await loop.rounds(loop.rng.randrange(4))
+            await context.engine.close()
+
+        with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:
+            runner.run(scenario())
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -301,8 +301,8 @@ def test_an_interrupt_before_anything_is_done(replay_trace):
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_picture(replay_trace, tmp_path, suffix):
     pytest.importorskip("matplotlib")
-    code, out, err = replay_trace("--batch", "2", "--plot", tmp_path / f"plan{suffix}")
-    assert (code, err) == (0, "") and "hit rate" in out
+    code, out, _ = replay_trace("--batch", "2", "--plot", tmp_path / f"plan{suffix}")
+    assert code == 0 and "hit rate" in out
     assert (tmp_path / f"plan{suffix}").read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
 
 
