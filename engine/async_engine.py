@@ -64,30 +64,34 @@ class AsyncChat:
         return self.session.last
 
     async def start(
-        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
-    ) -> Turn[TurnRecord | None]:
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = (),
+        thinking: str | None = None,
+    ) -> Turn[TurnRecord | None]:  # fmt: skip
         """Queue a turn for a caller that may end it: `stop` keeps what was said, `aclose` does not. Its result is the
-        stored turn; None if nothing was said. said, tools: see `ChatSession.send`.
+        stored turn; None if nothing was said. said, tools, thinking: see `ChatSession.send`.
         """
-        return await self._engine.start_turn(self.session, messages_of(said), params, options=options_of(tools))
+        options = options_of(tools, thinking)
+        return await self._engine.start_turn(self.session, messages_of(said), params, options=options)
 
     async def send(
-        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
-    ) -> RequestOutput:
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = (),
+        thinking: str | None = None,
+    ) -> RequestOutput:  # fmt: skip
         """Send one turn, which is durable on return. A cancelled turn is not stored. Raises as `ChatSession.send`."""
-        async with await self.start(said, params, tools) as answer:
+        async with await self.start(said, params, tools, thinking) as answer:
             async for _ in answer:
                 pass
         return answer.output
 
     async def stream(
-        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
-    ) -> AsyncIterator[Piece]:
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = (),
+        thinking: str | None = None,
+    ) -> AsyncIterator[Piece]:  # fmt: skip
         """`send`, piece by piece. Closing it early ends the answer there and keeps it.
 
         After a `break`, Python closes a generator only some time later; `contextlib.aclosing` closes it at once.
         """
-        async with await self.start(said, params, tools) as answer:
+        async with await self.start(said, params, tools, thinking) as answer:
             try:
                 async for piece in answer:
                     yield piece

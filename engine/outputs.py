@@ -80,13 +80,14 @@ class Earlier:
 
     num_tokens: of its first ones; ended_s: when that request ended, in seconds since the epoch. miss: what it had of
     the rest, and why that cannot be used; None if it had nothing. num_heads: how often the conversation's system
-    message has changed.
+    message has changed. conversation: a digest of the client's name of it; empty for none.
     """
 
     num_tokens: int = 0
     ended_s: float = 0.0
     miss: Miss | None = None
     num_heads: int = 0
+    conversation: bytes = b""
 
 
 NO_EARLIER = Earlier()
@@ -96,6 +97,7 @@ NO_EARLIER = Earlier()
 class Usage:
     """Token counts of one request. cached_tokens is a subset of prompt_tokens. capped_max_tokens: what the window had
     left for an answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known.
+    thinking: whether the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
     """
 
     prompt_tokens: int
@@ -103,6 +105,7 @@ class Usage:
     cached_tokens_details: CachedTokensDetails
     capped_max_tokens: int | None = None
     miss: Miss | None = None
+    thinking: str | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -20,6 +20,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.client.messages import (
     Answered,
     Called,
+    CallsTool,
     Close,
     Core,
     Opened,
@@ -81,7 +82,10 @@ class CoreServer:
                 self._over = True
             else:
                 with suppress(EngineClosedError):
-                    self._core.end(message.request_id, message.index, message.stop_string)
+                    if isinstance(message, CallsTool):
+                        self._core.note_call(message.request_id, message.index)
+                    else:
+                        self._core.end(message.request_id, message.index, message.stop_string)
 
     def _submit(self, prompt: Submit) -> None:
         try:

@@ -42,16 +42,19 @@ class SplicePlan:
     num_tokens: int  # that all of these cover; further kept tokens must be computed
 
 
-def plan_splice(spans: Iterable[tuple[int, int]], block_size: int, num_source_blocks: int) -> SplicePlan:
+def plan_splice(
+    spans: Iterable[tuple[int, int]], block_size: int, num_source_blocks: int, most_exact: int | None = None
+) -> SplicePlan:
     """The copies that put the kept `spans` of old tokens, [start, end), one after the other.
 
     spans: in order, not overlapping. num_source_blocks: the old blocks below it are full and may be copied from.
-    Blocks before the first moved token stay as they are. Only full blocks are made. The first block that needs another
-    source ends the list, as a chain has no holes.
+    Blocks before the first moved token stay as they are, at most `most_exact` of them. Only full blocks are made. The
+    first block that needs another source ends the list, as a chain has no holes.
     """
     merged = _merge(spans)
     head = merged[0].end if merged and merged[0].start == 0 else 0
     num_exact = min(head // block_size, num_source_blocks)
+    num_exact = num_exact if most_exact is None else min(num_exact, most_exact)
     blocks: list[SplicedBlock] = []
     for index, pieces in enumerate(_fill(_drop(merged, num_exact * block_size), block_size), start=num_exact):
         if any(piece.source_block >= num_source_blocks for piece in pieces):

@@ -35,7 +35,12 @@ PROMISED = {  # words of what the programs of a document print, in order
         ("My name is Ada. 1",),
     ],
     "docs/server.md": [("Ada",)],
-    "docs/agents.md": [('tool_calls weather {"city": "', "tokens were cached"), ("clock True",)],
+    "docs/agents.md": [
+        ('tool_calls weather {"city": "', "tokens were cached"),
+        ("clock True",),
+        ("length True True", "True True dropped", "kept dropped"),
+        ("Hello, my name",),
+    ],
     "docs/block-store.md": [("True means", "[True, True, False] True True", "2 blocks")],
 }
 PROGRAMS = [(name, at, code) for name in PROMISED for at, code in enumerate(PROGRAM.findall(TEXTS[name]))]

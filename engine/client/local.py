@@ -188,7 +188,6 @@ class LocalCore:
             loaded, model, limits, num_blocks, has_graphs = open_model(config, self._ranks)
             self.tokenizer = loaded.tokenizer
             self._eos_token_ids = loaded.eos_token_ids
-            self._call_token_ids = loaded.call_token_ids
             self._events = open_events(config, loaded.name)
             held.pop_all()
         self.compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
@@ -278,7 +277,6 @@ class LocalCore:
             block_size=self._config.block_size,
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=self._eos_token_ids,
-            call_token_ids=self._call_token_ids,
             priority=prompt.priority,
             arrival_s=time.monotonic(),
             tenant=prompt.tenant,
@@ -292,6 +290,9 @@ class LocalCore:
 
     def end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
         self.loop.inbox.put(self.loop.end, request_id, index, stop_string)
+
+    def note_call(self, request_id: str, index: int) -> None:
+        self.loop.inbox.put(self.loop.news.note_call, request_id, index)
 
     def take_news(self) -> list[Update]:
         return self.loop.news.take_updates()

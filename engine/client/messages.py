@@ -55,7 +55,7 @@ class Facts:
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
     see `CoreClient.submit`. num_had: how many of its first tokens an earlier request had, and had_s: when that ended;
-    the core says why it computes any of these.
+    the core says why it computes any of these. conversation: a digest of its client's name, which goes to one engine.
     """
 
     request_id: str
@@ -69,6 +69,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     turn_starts: Sequence[int] = ()
     num_had: int = 0
     had_s: float = 0.0
+    conversation: bytes = b""
 
 
 class End(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -77,6 +78,13 @@ class End(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_id: str
     index: int | None
     stop_string: str | None
+
+
+class CallsTool(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Choice `index` of a prompt has begun to call a tool: a program will go on soon."""
+
+    request_id: str
+    index: int
 
 
 # -- verbs -----------------------------------------------------------------------------------------------------------
@@ -205,7 +213,7 @@ def encode(message: object) -> bytes:
         raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
 
 
-decode_inbound = msgspec.msgpack.Decoder(Submit | End | Called | Close).decode
+decode_inbound = msgspec.msgpack.Decoder(Submit | End | CallsTool | Called | Close).decode
 
 
 decode_outbound = msgspec.msgpack.Decoder(Updates | Answered | Starting | Opened | Failed, dec_hook=as_error).decode
@@ -258,6 +266,9 @@ class Core(Protocol):
 
         Does nothing for a prompt that has ended. Raises EngineClosedError.
         """
+
+    def note_call(self, request_id: str, index: int) -> None:
+        """Choice `index` of a prompt has begun to call a tool. Never waits. Raises EngineClosedError."""
 
     def call(self, verb: Call[Result]) -> Result:
         """Carry out one of the verbs in `messages`. Waits for the result. Raises what the verb raises, and as

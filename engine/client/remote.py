@@ -23,6 +23,7 @@ from kvstore.engine.client.messages import (
     Answered,
     Call,
     Called,
+    CallsTool,
     Close,
     End,
     Facts,
@@ -286,12 +287,18 @@ class RemoteCore:
                 self._running.add(prompt.request_id)
 
     def end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
+        self._tell(request_id, End(request_id, index, stop_string))
+
+    def note_call(self, request_id: str, index: int) -> None:
+        self._tell(request_id, CallsTool(request_id, index))
+
+    def _tell(self, request_id: str, message: End | CallsTool) -> None:
         """A process that does not accept this is stuck, and killed."""
         with self.changed:
             if (child := self._child) is None or request_id not in self._running:
                 return
             try:
-                self._send(child, encode(End(request_id, index, stop_string)))
+                self._send(child, encode(message))
             except EngineOverloadedError:
                 child.kill()
 

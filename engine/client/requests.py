@@ -29,6 +29,7 @@ from kvstore.engine.outputs import (
     Piece,
     RequestOutput,
     Timings,
+    ToolCallEvent,
     Usage,
 )
 from kvstore.engine.sampling_params import SamplingParams
@@ -130,6 +131,7 @@ class _Running:
         self._block_size = block_size
         # By choice: the last piece of a choice that a stop string has ended here, until the core has ended it, too.
         self._held: dict[int, Piece] = {}
+        self.calling = set[int]()  # choices that have begun to call a tool
 
     def apply(self, update: Update) -> Sequence[tuple[int, str]]:
         """Returns the choices that a stop string has just ended, and the string: the core is to be told."""
@@ -155,6 +157,8 @@ class _Running:
             if handle.output.ttft_s is None:
                 handle.output.ttft_s = time.monotonic() - self._arrival_s
             piece = text.add_token(said.token_id, said.logprob, said.finish_reason)
+            if piece.events and any(isinstance(event, ToolCallEvent) for event in piece.events):
+                self.calling.add(said.index)
         if piece.finish_reason is not None:
             text.choice.finish_reason = piece.finish_reason
             text.choice.stop_reason = said.stop_reason if text.stop_string is None else text.stop_string
@@ -276,7 +280,7 @@ class CoreClient:
             asked.append(
                 Submit(
                     request_id, token_ids, silent, max_tokens, tenant, priority, chain, lineage, turn_starts,
-                    earlier.num_tokens, earlier.ended_s,
+                    earlier.num_tokens, earlier.ended_s, earlier.conversation,
                 )
             )  # fmt: skip
         self._running |= running
@@ -337,7 +341,7 @@ class CoreClient:
         _notify(touched)
 
     def _apply(self, running: _Running, update: Update) -> None:
-        handle = running.handle
+        handle, were_calling = running.handle, frozenset(running.calling)
         try:
             stopped = running.apply(update)
         except Exception as error:  # our bug: it ends this request, not others
@@ -346,6 +350,9 @@ class CoreClient:
             self.end(handle)
         if handle.done:
             self._running.pop(handle.request_id, None)
+        for index in running.calling - were_calling:
+            with suppress(EngineClosedError):
+                self.core.note_call(handle.request_id, index)
         for index, stop_string in stopped:
             self.end(handle, index, stop_string)
 

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from kvstore.blocks.ids import BlockId, extend_chain
@@ -41,7 +42,9 @@ class _Known:
 
 
 class Whereabouts:
-    """Chains of prompts and answers, each with its engine. The least recently used blocks are forgotten."""
+    """Chains of prompts and answers, each with its engine, and conversations that clients name: digests beside block
+    ids. The least recently used are forgotten.
+    """
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most_blocks = most_blocks
@@ -50,12 +53,14 @@ class Whereabouts:
     def __len__(self) -> int:
         return len(self._known)
 
-    def engine_of(self, chain: Sequence[BlockId]) -> int | None:
-        """The engine of the conversation that this chain continues; None if it continues none."""
+    def engine_of(self, chain: Sequence[BlockId], conversation: bytes = b"") -> int | None:
+        """The engine of the conversation that this chain continues, or else of the named one; None if it has none."""
         last = next((known for one in reversed(chain) if (known := self._known.get(one)) is not None), None)
-        return None if last is None or last.is_shared else last.engine
+        if last is None or last.is_shared:
+            last = self._known.get(BlockId(conversation))
+        return None if last is None else last.engine
 
-    def note(self, chain: Sequence[BlockId], engine: int) -> None:
+    def note(self, chain: Sequence[BlockId], engine: int, conversation: bytes = b"") -> None:
         """This engine has the chain, or is about to compute it."""
         blocks = [self._known.get(one) for one in chain]
         num_known = next((i for i, known in enumerate(blocks) if known is None), len(chain))
@@ -70,6 +75,9 @@ class Whereabouts:
             block.goes_on = block.goes_on or index < len(chain) - 1
         for one in reversed(chain):  # heads are forgotten last
             self._known.move_to_end(one)
+        if conversation:
+            self._known[BlockId(conversation)] = _Known(engine)
+            self._known.move_to_end(BlockId(conversation))
         while len(self._known) > self._most_blocks:
             self._known.popitem(last=False)
 
@@ -170,23 +178,24 @@ class SeveralCores:
         for prompt in prompts:
             chain = list(prompt.chain)
             extend_chain(chain, prompt.lineage.root, prompt.token_ids, self.facts.block_size)
-            rank, _ = self._first_of(chain, lambda rank: self._send(rank, prompt))  # noqa: B023 (called here only)
-            self._note(chain, rank, is_request=True)
+            send = partial(self._send, prompt=prompt)
+            rank, _ = self._first_of(chain, send, prompt.conversation)
+            self._note(chain, rank, prompt.conversation, is_request=True)
 
-    def _order(self, chain: Sequence[BlockId]) -> list[int]:
+    def _order(self, chain: Sequence[BlockId], conversation: bytes) -> list[int]:
         """Those that answer, the best for this chain first. All, if none does."""
         with self._routing:
-            last, num_requests = self._affinity.engine_of(chain), [one.num_requests for one in self.cores]
+            last, num_requests = self._affinity.engine_of(chain, conversation), [one.num_requests for one in self.cores]
             ranks = [rank for rank, one in enumerate(self.cores) if one.answers] or list(range(len(self.cores)))
             ranks.sort(key=lambda rank: (num_requests[rank], self._num_sent[rank]))
             least = num_requests[ranks[0]]
             ranks.sort(key=lambda rank: rank != last or num_requests[rank] >= least + self._most_ahead)
             return ranks
 
-    def _note(self, chain: Sequence[BlockId], rank: int, is_request: bool = False) -> None:
+    def _note(self, chain: Sequence[BlockId], rank: int, conversation: bytes = b"", is_request: bool = False) -> None:
         """This engine has the chain, or is about to compute it."""
         with self._routing:
-            self._affinity.note(chain, rank)
+            self._affinity.note(chain, rank, conversation)
             self._num_sent[rank] += is_request
 
     def _send(self, rank: int, prompt: Submit) -> None:
@@ -197,9 +206,9 @@ class SeveralCores:
             del self._sent[prompt.request_id]
             raise
 
-    def _first_of(self, chain: Sequence[BlockId], use: Callable[[int], R]) -> tuple[int, R]:
+    def _first_of(self, chain: Sequence[BlockId], use: Callable[[int], R], conversation: bytes = b"") -> tuple[int, R]:
         """Use the first for this chain that has not ended. Raises what the last one raises, if all have."""
-        *better, last = self._order(chain)
+        *better, last = self._order(chain, conversation)
         for rank in better:
             with suppress(EngineDiedError):
                 return rank, use(rank)
@@ -208,6 +217,10 @@ class SeveralCores:
     def end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
         if (rank := self._sent.get(request_id)) is not None:
             self.cores[rank].end(request_id, index, stop_string)
+
+    def note_call(self, request_id: str, index: int) -> None:
+        if (rank := self._sent.get(request_id)) is not None:
+            self.cores[rank].note_call(request_id, index)
 
     def take_news(self) -> list[Update]:
         updates = [update for one in self.cores for update in one.take_news()]

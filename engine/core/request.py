@@ -104,7 +104,6 @@ class Request:
     block_size: int
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
-    call_token_ids: frozenset[int] = frozenset()  # an answer with one of them calls a tool
     priority: int = 0
     arrival_s: float = 0.0
     tenant: str = ""
@@ -138,6 +137,7 @@ class Request:
     matcher: LLMatcher | None = None  # what the answer so far allows next; None: everything
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    calls_tool: bool = False  # as far as it was read by whoever parses it
 
     def __post_init__(self) -> None:
         self.prompt_id = self.prompt_id or self.request_id
@@ -184,8 +184,7 @@ class Request:
     @property
     def answer(self) -> Answer:
         """The answer so far."""
-        calls_tool = not self.call_token_ids.isdisjoint(self.output_token_ids)
-        return Answer(self.num_output_tokens, calls_tool or isinstance(self.stop_reason, str))
+        return Answer(self.num_output_tokens, self.calls_tool or isinstance(self.stop_reason, str))
 
     def extend_chain(self) -> None:
         """Add the ids of blocks that have become full. No id is computed twice."""
@@ -332,6 +331,12 @@ class News:
                 self._count(choice, prompt)
         self.num_aborted += reason == "abort" and bool(ended)
         return [choice.request_id for choice in ended]
+
+    def note_call(self, prompt_id: str, index: int) -> None:
+        """A choice has begun to call a tool. Ignores one that has ended."""
+        prompt = self._prompts.get(prompt_id)
+        if prompt is not None and index in prompt.open:
+            prompt.open[index].calls_tool = True
 
     def _close(self, prompt: _Prompt, choice: Request) -> bool:
         """Returns whether it was the last one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
 # Matches tokens of calls, but not those of lists of tools or of their answers.
-_CALL_TOKEN = re.compile(r"(tool|function)[_▁]?calls?(?!ing)|python_tag|eom_id|<\|call\|>", re.IGNORECASE)
 LAYOUT_VERSION = 1  # of the arena and of a block's content; raised when the meaning of stored blocks changes
 # Where the model came from, who wrote the file, what a forward returns: none of it changes a key or a value. As dtype,
 # that of the loaded model counts.
@@ -56,7 +54,6 @@ class Loaded:
     max_model_len: int
     device: torch.device
     sampling_defaults: dict[str, float]  # by name of SamplingParams: the authors' choice where a request makes none
-    call_token_ids: frozenset[int] = frozenset()  # see Request
 
 
 def load(
@@ -91,7 +88,7 @@ def load(
     is_local = model is not None and Path(model).expanduser().is_dir()
     name = "kvstore-builtin" if model is None else directory.resolve().name if is_local else str(model)
     eos, defaults = _eos_token_ids(network, tokenizer), _sampling_defaults(network.generation_config)
-    return Loaded(name, source, network, tokenizer, eos, window, target, defaults, _call_token_ids(tokenizer))
+    return Loaded(name, source, network, tokenizer, eos, window, target, defaults)
 
 
 def _sampling_defaults(config: Any) -> dict[str, float]:
@@ -235,15 +232,6 @@ def _tokenizer(directory: Path) -> Any:
     tokenizer.backend_tokenizer.no_truncation()  # its file may ask for it, and only some calls undo that
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
-
-
-def _call_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Special tokens that mark the call of a tool in an answer: <tool_call>, [TOOL_CALLS], <|python_tag|>.
-
-    Many families have one. For other families it is not known whether an answer calls a tool.
-    """
-    added = {} if tokenizer is None else tokenizer.get_added_vocab()
-    return frozenset(token_id for text, token_id in added.items() if _CALL_TOKEN.search(text))
 
 
 def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:

@@ -15,7 +15,7 @@ conversation is rendered again.
 
 Truncation cuts in id space. The template's text between turns tells where a turn begins. When prompt and answer would
 exceed the window, the oldest turns are dropped, down to half the window; the system prompt stays. The rest keeps its
-ids, and its KV by a splice.
+ids, and its KV by a splice. Reasoning that a turn drops goes in the same way, and in the same splice.
 
 Histories that come back as text become their original ids. Known answers are found by a keyed digest of the history up
 to them, or else of their text. The template's render is split there, and everything between is encoded. No text is

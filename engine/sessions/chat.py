@@ -130,29 +130,32 @@ class ChatSession:
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def send(
-        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
-    ) -> RequestOutput:
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = (),
+        thinking: str | None = None,
+    ) -> RequestOutput:  # fmt: skip
         """One turn: the user's message in, the answer out, both added to the conversation; durable on return.
 
         said: a text, or messages: a user's, results of the calls in the last answer, or, in a session without turns, a
         history that ends with one of these. tools: as in chat completions, or AnswerOptions; each turn names its own.
+        thinking: "keep" (the default) or "drop", see AnswerOptions.
 
         When prompt and `max_tokens` exceed the window, the oldest turns go, down to half the window; the system prompt
         stays. Raises RequestError while another turn runs or if the session was deleted, ContextLengthError when the
         message alone is too long (or anything is, with truncation "disabled"), and StoreError when the turn could not
         be stored; it is then not part of the conversation.
         """
-        for _ in self.stream(said, params, tools):
+        for _ in self.stream(said, params, tools, thinking):
             pass
         assert self.last is not None
         return self.last
 
     def stream(
-        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = ()
-    ) -> Iterator[Piece]:
+        self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = (),
+        thinking: str | None = None,
+    ) -> Iterator[Piece]:  # fmt: skip
         """`send`, piece by piece; afterwards `last` is the whole output. Leaving early ends the answer there."""
         chosen = SamplingParams() if params is None else params
-        return _pieces(self, self.check(messages_of(said), chosen), chosen, options_of(tools))
+        return _pieces(self, self.check(messages_of(said), chosen), chosen, options_of(tools, thinking))
 
     def check(self, messages: Sequence[Message], params: SamplingParams) -> list[Message]:
         """See `checked_turn`. Only a session without turns takes a history."""
@@ -207,6 +210,7 @@ class ChatSession:
         following = before.next_turn(
             client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, options.digest,
             recall([*before.shown, *new]) if recall is not None and old else None,
+            language.thought_in if options.thinking == "drop" else None,
         )  # fmt: skip
         try:
             starts = following.turn_starts or template.first_start(before.system, following.prompt)

@@ -43,14 +43,15 @@ NO_RENDERING = Rendering()
 
 @dataclass(frozen=True, slots=True)
 class MadePrompt:
-    """A prompt that was just made, and what it was made of. new_from: where in it what is new begins, if turns before
-    that were dropped to make room.
+    """A prompt that was just made, and what it was made of. new_from: where in it what is new begins, if something
+    before that was left out; is_truncated: turns were, to make room.
     """
 
     token_ids: Sequence[int]
     messages: Sequence[Message]
     template: ChatTemplate
     new_from: int | None = None
+    is_truncated: bool = False
 
     def message_at(self, token: int) -> int | None:
         """The message that this token is in; None if it comes before all, or if that cannot be told."""
@@ -60,7 +61,7 @@ class MadePrompt:
 def compare(prompt: MadePrompt, now: Rendering, known_ids: Sequence[int], known: Rendering) -> Earlier:
     """What an earlier request with these ids had of a prompt. now: what the prompt was made of."""
     had, num_same = max(0, len(known_ids) - 1), common_prefix(known_ids, prompt.token_ids)
-    most = min(had, len(prompt.token_ids) - 1)
+    most = min(had, len(prompt.token_ids) - 1 if prompt.new_from is None else prompt.new_from)
     if known.salt != now.salt:
         return Earlier(0, known.ended_s, _miss(prompt, "salt", 0, most))
     if most <= num_same:
@@ -72,8 +73,8 @@ def compare(prompt: MadePrompt, now: Rendering, known_ids: Sequence[int], known:
         cause, message = changed_options(known.options, now.options), None
     elif changed is not None:
         cause = "head" if is_head and known.num_heads else "edit"
-    elif prompt.new_from is not None:
-        cause, message, most = "truncation", prompt.message_at(num_same), prompt.new_from
+    elif prompt.is_truncated:
+        cause, message = "truncation", prompt.message_at(num_same)
     elif known.reasoned:
         cause, message = "thinking", _reasoned_at(prompt, num_same, known.reasoned)
     else:  # the template itself: it shows the time, say, or an answer in another way than the model gave it

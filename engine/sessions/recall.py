@@ -23,13 +23,13 @@ from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
-from kvstore.engine.text.chat_template import Message, answer_ids, texts_of
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, answer_ids
 from kvstore.engine.text.prompts import check_length
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
 
-LINE_COST, TURN_COST = 250, 180  # costs beside the ids, in tokens of 4 bytes
+LINE_COST, TURN_COST = 250, 220  # costs beside the ids, in tokens of 4 bytes
 DIGEST_BYTES = 16
 MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 
@@ -145,11 +145,14 @@ class Lines:
 
 
 class Keys:
-    """The digests of one owner: a tenant and a salt."""
+    """The digests of one owner: a tenant and a salt. name: of a conversation; conversation: a digest of it, empty for
+    none.
+    """
 
-    def __init__(self, root: BlockId, cache_salt: str) -> None:
+    def __init__(self, root: BlockId, cache_salt: str, name: str = "") -> None:
         self._root = root
         self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
+        self.conversation = self._digest(b"cn", name.encode("utf-8", "surrogatepass")) if name else b""
 
     def marks(self, messages: Sequence[Message]) -> list[bytes]:
         """The digest of each message."""
@@ -169,9 +172,15 @@ class Keys:
         """The digest of a history, given by its own, and a message, given by its mark."""
         return self._digest(b"hi", history + mark)
 
+    def of_history(self, history: bytes) -> list[bytes]:
+        """What leads to a history, given by its digest: first in the named conversation, then in any."""
+        return [self._digest(b"nh", self.conversation + history), history] if self.conversation else [history]
+
     def exchange(self, asked: bytes, answer: bytes) -> bytes:
-        """The digest of an answer and the message before it, whatever came before these; given by their marks."""
-        return self._digest(b"ex", asked + answer)
+        """The digest of an answer and the message before it, whatever came before these; given by their marks. Agents
+        that do the same work have the same, so it leads to the named conversation only.
+        """
+        return self._digest(b"ex", asked + answer + self.conversation)
 
     def call(self, call: Mapping[str, Any]) -> bytes:
         """The digest of a call's id, which nobody can guess."""
@@ -228,17 +237,25 @@ class Recall:
         self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
 
     def prompt(
-        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
-    ) -> tuple[list[int], list[int], Earlier]:
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS,
+        conversation: str = "", continues: bool = False,
+    ) -> tuple[list[int], list[int], Earlier]:  # fmt: skip
         """`prompt_ids`, where the first turn begins in them (empty if unknown), and what an earlier request had.
 
-        Raises ContextLengthError, and as `prompt_ids`.
+        conversation: the client's name of it, or "": of several with the same beginning, it is that one. continues: the
+        last message is an answer that goes on. Raises ContextLengthError, and as `prompt_ids`.
         """
         texts = [text for message in messages for text in texts_of(message)]
         check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
-        ids, earlier = self._prompt(tenant, cache_salt, messages, options)
+        keys = Keys(self._client.facts.root(tenant), cache_salt, conversation)
+        ids, earlier = self._prompt(keys, messages, options, continues)
         system = [message for message in messages[:1] if message["role"] == "system"]
-        return ids, self._language.chat_template(options).first_start(system, ids), earlier
+        starts = self._language.chat_template(options).first_start(system, ids)
+        return ids, starts, replace(earlier, conversation=keys.conversation)
+
+    def named(self, tenant: str, cache_salt: str, conversation: str) -> Earlier:
+        """Of a prompt that is no history: only the client's name of its conversation is known."""
+        return Earlier(conversation=Keys(self._client.facts.root(tenant), cache_salt, conversation).conversation)
 
     def prompt_ids(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
@@ -247,32 +264,33 @@ class Recall:
 
         Raises RequestError when the template refuses.
         """
-        return self._prompt(tenant, cache_salt, messages, options)[0]
+        return self._prompt(Keys(self._client.facts.root(tenant), cache_salt), messages, options)[0]
 
     def _prompt(
-        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions
+        self, keys: Keys, messages: list[Message], options: AnswerOptions, continues: bool = False
     ) -> tuple[list[int], Earlier]:
-        template = self._language.chat_template(options)
+        template = self._language.chat_template(options, continues)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
-        keys = Keys(self._client.facts.root(tenant), cache_salt)
         marks = keys.marks(messages)
         histories = keys.histories(marks, options.digest)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        known = self._lines.find_first(histories[index] for index in reversed(answered))
+        known = self._lines.find_first(name for i in reversed(answered) for name in keys.of_history(histories[i]))
         beginning = None if known is None else (known.num_messages - 1, known.token_ids)
         rest = answered if known is None else [index for index in answered if index >= known.num_messages]
-        names = [_names_of_answer(keys, histories[i], messages[i], messages[i]["content"]) for i in rest]
+        names = [
+            _names_of_answer(keys, keys.of_history(histories[i]), messages[i], messages[i]["content"]) for i in rest
+        ]
         found = self._answers.find_ids(names) if rest else []
         answers = {index: ids for index, ids in zip(rest, found, strict=True) if ids is not None}
         recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
         ids = template.prompt_ids(messages) if recalled is None else recalled
         if known is not None and known.is_last and recalled is not None:  # it goes on
             return ids, Earlier(len(known.token_ids) - 1, known.rendering.ended_s, None, known.rendering.num_heads)
-        likely = self._lines.find_first(
-            (name for i in reversed(answered) for name in _names_of_conversation(keys, histories, marks, messages, i)),
-            marks,
+        names_of_each = (
+            (*keys.of_history(histories[i]), *_names_of_turn(keys, marks, messages, i)) for i in reversed(answered)
         )
+        likely = self._lines.find_first((name for names in names_of_each for name in names), marks)
         if likely is None:
             return ids, Earlier()
         now = Rendering(marks, options=options.digest, salt=keys.tag)
@@ -280,21 +298,29 @@ class Recall:
 
     def note(
         self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = "",
-        options: AnswerOptions = NO_OPTIONS, handle: Handle | None = None,
+        options: AnswerOptions = NO_OPTIONS, handle: Handle | None = None, conversation: str = "",
+        continues: bool = False,
     ) -> None:  # fmt: skip
         """Remember a finished answer: its choices are recognised from now on. If it has calls, they are durable on
         return; unless the disk fails, which `AnswerStore.stats` says.
 
         messages: the prompt's, without those that a truncation dropped. session_id: the turn's session, if any; see
-        `forget_session`. handle: of a prompt that was made here, whose misses are explained now.
+        `forget_session`. handle: of a prompt that was made here, whose misses are explained now. conversation: as in
+        `prompt`. continues: the answer goes on with the last message, and both are one from now on, but in memory
+        alone.
         """
         template = self._language.template
         if template is None or not messages:
             return
+        asked = self._language.chat_template(options)
+        if handle is not None and any("reasoning_content" in message for message in messages):
+            thinking = "dropped" if asked.hidden_thinking(messages) else "kept"
+            output.usage = replace(output.usage, thinking=thinking)
         if handle is not None and handle.has_missed(self._client.facts.block_size):
-            prompt = MadePrompt(output.prompt_token_ids, messages, self._language.chat_template(options))
+            prompt = MadePrompt(output.prompt_token_ids, messages, asked)
             output.usage = replace(output.usage, miss=explained(handle, prompt, self._client.facts.block_size))
-        keys = Keys(self._client.facts.root(tenant), cache_salt)
+        keys = Keys(self._client.facts.root(tenant), cache_salt, conversation)
+        messages, begun = (messages[:-1], messages[-1]["content"]) if continues else (messages, "")
         marks, digest = keys.marks(messages), options.digest
         histories = keys.histories(marks, digest)
         before = [one for one, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
@@ -305,20 +331,22 @@ class Recall:
             if choice.finish_reason is None or not choice.token_ids:
                 continue
             said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
-            message = choice.message
+            message = choice.message | {"content": begun + choice.content}
             told, mark = [*messages, message], keys.message(message)
-            after = [*histories, keys.after(histories[-1], mark)]
-            names = list(_names_of_conversation(keys, after, [*marks, mark], told, len(messages)))
+            after = keys.of_history(keys.histories([*marks, mark], digest)[-1])
+            names = list(_names_of_turn(keys, [*marks, mark], told, len(messages)))
             # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
             if choice.reasoning:
-                reasoned, names = reasoned | {len(messages)}, names[1:]
+                reasoned |= {len(messages)}
             else:
+                names = [*after, *names]
+            if not choice.reasoning and not continues:
                 # Ids that its text does not show belong to this conversation only, not to others with the same text.
                 text = "" if self._silent.intersection(said) else choice.content
-                self._answers.put(_names_of_answer(keys, after[-1], message, text), said, owner)
+                self._answers.put(_names_of_answer(keys, after, message, text), said, owner)
             rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, num_heads, time.time())
             known = KnownConversation(len(told), [*output.prompt_token_ids, *said], owner, rendering)
-            self._lines.add(after[-1], before[-1] if before else b"", known, names)
+            self._lines.add(after[0], keys.of_history(before[-1])[0] if before else b"", known, names)
         if any("tool_calls" in choice.message for choice in output.choices):
             self._answers.flush()
 
@@ -329,22 +357,19 @@ class Recall:
         return self._answers.forget_owner(owner)
 
 
-def _names_of_answer(keys: Keys, history: bytes, message: Message, text: str | None) -> list[bytes]:
+def _names_of_answer(keys: Keys, histories: list[bytes], message: Message, text: str | None) -> list[bytes]:
     """Names of the answer, the best first. An empty text says nothing about its ids; ids of calls, which nobody can
     guess, say all.
     """
     if "tool_calls" in message:
-        return [history, keys.message(message)]
-    return [history, keys.text(text)] if text else [history]
+        return [*histories, keys.message(message)]
+    return [*histories, keys.text(text)] if text else histories
 
 
-def _names_of_conversation(
-    keys: Keys, histories: Sequence[bytes], marks: Sequence[bytes], messages: Sequence[Message], index: int
-) -> Iterator[bytes]:
-    """What leads to the conversation of the answer with this index: all of it up to there; ids of its calls, whatever
+def _names_of_turn(keys: Keys, marks: Sequence[bytes], messages: Sequence[Message], index: int) -> Iterator[bytes]:
+    """What leads to the conversation of the answer with this index, whatever came before: ids of its calls, whatever
     the salt; the answer with the message before it. Others could guess that, so across salts it does not count.
     """
-    yield histories[index]
     if calls := messages[index].get("tool_calls"):
         yield from map(keys.without_salt.call, calls)
     if index:

@@ -21,7 +21,8 @@ from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sessions.misses import MadePrompt, explained
 from kvstore.engine.sessions.window import NextTurn, Window
-from kvstore.engine.text.chat_template import ChatTemplate, Message, answer_ids
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.language import answer_ids
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -52,8 +53,9 @@ class OneTurn:
     template: ChatTemplate | None = None
 
     def explain(self, block_size: int) -> None:
-        """Say in its usage why it has computed what an earlier turn had, if it has."""
+        """Say in its usage what became of thinking, and why it has computed what an earlier turn had, if it has."""
         output = self.handle.output
+        output.usage = replace(output.usage, thinking=self.next.thinking)
         if self.template is not None and self.handle.has_missed(block_size):
             shown = [*self.before.kept(self.next.num_dropped), *self.said]
             prompt = MadePrompt(output.prompt_token_ids, shown, self.template)
@@ -135,8 +137,10 @@ def _usage(output: RequestOutput) -> dict[str, int]:
     """Counts of tokens, and known times in microseconds."""
     usage, times = output.usage, asdict(output.timings)
     capped = {} if usage.capped_max_tokens is None else {"capped_max_tokens": usage.capped_max_tokens}
+    thinking = {} if usage.thinking is None else {"thinking_dropped": int(usage.thinking == "dropped")}
     return {
         **capped,
+        **thinking,
         **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -6,8 +6,9 @@ Truncation cuts at turn boundaries in id space: the rest keeps its exact ids, an
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Splice
@@ -17,6 +18,8 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, had_by_other_weights
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 
+# Where in the ids of a turn, which its answer ends, the reasoning of that is; see `Language.thought_in`.
+FindThought: TypeAlias = Callable[[Sequence[int], Message, str], tuple[int, int] | None]
 _SEAMS = {("assistant", "user"), ("assistant", "tool")}  # the roles before and after the start of a turn
 ANSWER_SHARE = 8  # without a max_tokens that a truncation makes room for, a turn keeps 1/8 of the window for its answer
 
@@ -33,7 +36,9 @@ class NextTurn:
 
     chain: known ids of the prompt's first blocks; lineage: what they are built on. num_dropped: messages after the
     system prompt that are not in the prompt. turn_starts: where in the prompt each turn begins, as far as known.
-    rebase: the prompt does not continue the previous ids. options: see `Window`.
+    rebase: the prompt does not continue the previous ids. options: see `Window`. spans: the ranges of the previous ids
+    that it begins with, if it leaves some out. thinking: "kept", or "dropped" where the prompt lacks reasoning that the
+    template does not show; None if no answer in the window had any.
     """
 
     prompt: list[int]
@@ -44,6 +49,8 @@ class NextTurn:
     truncated_tokens: int = 0
     rebase: bool = False
     options: bytes = b""
+    spans: Sequence[tuple[int, int]] = ()
+    thinking: str | None = None
 
     def spliced_blocks(self, *kept: Lineage) -> Sequence[BlockId]:
         return spliced_blocks(self.chain, self.lineage, *kept)
@@ -98,16 +105,23 @@ class Window:
         reuse: str,
         options: bytes = b"",
         prompt: list[int] | None = None,
+        find_thought: FindThought | None = None,
     ) -> NextTurn:
         """The next prompt, truncated where that makes room for its answer. It may still be too long.
 
         template: for these options. said: what is new. prompt: its ids after a history, if somebody knows them.
+        find_thought: given if the reasoning that the template does not show is to be dropped.
         """
         if options != self.options and self.token_ids:  # other tools stand at the head of the prompt
             known = replace(self, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[], options=options)
-            return known.next_turn(client, template, said, params, tenant, truncation, reuse, options)
+            return known.next_turn(
+                client, template, said, params, tenant, truncation, reuse, options, None, find_thought
+            )
+        thoughts = self._thoughts(template, said, find_thought) if find_thought and self.token_ids else []
         following = template.following_ids(self.token_ids, self.shown, said) if self.token_ids else None
-        if following is not None:
+        if thoughts != []:
+            turn = self._without(template, self.num_dropped, said, options, thoughts)
+        elif following is not None:
             starts = self._starts_with(template, self.turn_starts, len(self.token_ids), following)
             turn = NextTurn(following, self.chain, self.lineage, self.num_dropped, starts, options=options)
         else:
@@ -116,17 +130,19 @@ class Window:
         if answer is None or answer > window // 2:  # who asks for that much must not lose the conversation for it
             answer = max(1, window // ANSWER_SHARE)
         is_first = len(self.messages) == len(self.system)  # nothing can be dropped
-        if truncation == "disabled" or is_first or len(turn.prompt) + answer <= window:
-            return turn
-        return self._truncated(client, template, said, turn, tenant, reuse)
+        if truncation != "disabled" and not is_first and len(turn.prompt) + answer > window:
+            turn = self._truncated(client, template, said, turn, thoughts)
+        if reuse == "reencode" and turn.spans:
+            turn = self._spliced(client, turn, tenant)
+        return replace(turn, thinking=self._thinking_of(turn, template, said, find_thought is not None))
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
         """What the session had of the next prompt. ended_s: when its last turn did."""
         if not turn.rebase:
             return Earlier(max(0, len(self.token_ids) - 1), ended_s)
         shown = [*self.kept(turn.num_dropped), *said]
-        new_from = (turn.turn_starts or [len(turn.prompt)])[-1] if turn.truncated_tokens else None
-        prompt = MadePrompt(turn.prompt, shown, template, new_from)
+        new_from = (turn.turn_starts or [len(turn.prompt)])[-1] if turn.truncated_tokens or turn.spans else None
+        prompt = MadePrompt(turn.prompt, shown, template, new_from, turn.truncated_tokens > 0)
         if self.num_foreign:
             return had_by_other_weights(prompt, self.num_foreign, ended_s)
         reasoned = frozenset(i for i, message in enumerate(shown) if "reasoning_content" in message)
@@ -157,6 +173,40 @@ class Window:
         said = self.messages[len(self.system) :]
         return [i for i in range(len(said)) if i == 0 or (said[i - 1]["role"], said[i]["role"]) in _SEAMS]
 
+    # -- thinking ----------------------------------------------------------------------------------------------------
+    def _thoughts(
+        self, template: ChatTemplate, said: Sequence[Message], find: FindThought
+    ) -> list[tuple[int, int]] | None:
+        """Where in the ids is reasoning that the template does not show; None if that cannot be told."""
+        shown = self.shown
+        hidden = template.hidden_thinking([*shown, *said])
+        begins = [begin for begin in self._starts_of_turns() if begin >= self.num_dropped]
+        end = template.end_ids(bool(self.system))
+        if not hidden:
+            return []
+        if end is None or len(begins) != len(self.turn_starts):
+            return None
+        ends = [start - len(end) for start in self.turn_starts[1:]] + [len(self.token_ids)]
+        last = [begin - 1 for begin in begins[1:]] + [len(self.messages) - len(self.system) - 1]
+        found = list[tuple[int, int]]()
+        for start, stop, index in zip(self.turn_starts, ends, last, strict=True):
+            place = len(self.system) + index - self.num_dropped
+            if place in hidden:
+                where = find(self.token_ids[start:stop], shown[place], template.opens_with(bool(self.system)))
+                if where is None:
+                    return None
+                found += [(start + where[0], start + where[1])] if where[1] else []
+        return found
+
+    def _thinking_of(
+        self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], is_dropped: bool
+    ) -> str | None:
+        shown = self.kept(turn.num_dropped)
+        if not any("reasoning_content" in message for message in shown):
+            return None
+        is_rendered = turn.rebase and not turn.spans
+        return "dropped" if (is_dropped or is_rendered) and template.hidden_thinking([*shown, *said]) else "kept"
+
     # -- truncation --------------------------------------------------------------------------------------------------
     def last(self, num_turns: int, client: CoreClient, tenant: str, reuse: str) -> Window | None:
         """The window with only its last turns, with the same ids; None when it has no more turns than that.
@@ -185,12 +235,13 @@ class Window:
         return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts, self.options)
 
     def _truncated(
-        self, client: CoreClient, template: ChatTemplate, new: Sequence[Message], whole: NextTurn, tenant: str,
-        reuse: str,
+        self, client: CoreClient, template: ChatTemplate, new: Sequence[Message], whole: NextTurn,
+        thoughts: Sequence[tuple[int, int]] | None,
     ) -> NextTurn:  # fmt: skip
         """Drop whole turns, the oldest first, until at most half the window is left, or only what is new.
 
-        new: what the turn adds. whole: the turn without a truncation. Results of tools stay with their calls.
+        new: what the turn adds. whole: the turn without a truncation. thoughts: ranges of ids to drop, too. Results of
+        tools stay with their calls.
         """
         said, num_tokens = self.messages[len(self.system) :], len(whole.prompt)
         total = len(said)
@@ -200,31 +251,49 @@ class Window:
             return whole
 
         def is_short(num_dropped: int) -> bool:
-            prompt = self._without(template, num_dropped, new, whole.options).prompt
+            prompt = self._without(template, num_dropped, new, whole.options, thoughts).prompt
             return len(prompt) <= client.facts.max_request_tokens // 2
 
         num_dropped = drops[bisect_left(drops, True, hi=len(drops) - 1, key=is_short)]
-        turn = self._without(template, num_dropped, new, whole.options)
-        if reuse == "reencode" and turn.turn_starts and num_dropped < total:
-            turn = self._spliced(client, turn, tenant)
-        return replace(turn, truncated_tokens=num_tokens - len(turn.prompt), rebase=True)
+        turn = self._without(template, num_dropped, new, whole.options, thoughts)
+        return replace(turn, truncated_tokens=num_tokens - len(turn.prompt))
 
-    def _without(self, template: ChatTemplate, num_dropped: int, new: Sequence[Message], options: bytes) -> NextTurn:
-        """The next prompt without the oldest turns: the same ids, or rendered again if turn starts are unknown."""
+    def _without(
+        self, template: ChatTemplate, num_dropped: int, new: Sequence[Message], options: bytes,
+        thoughts: Sequence[tuple[int, int]] | None,
+    ) -> NextTurn:  # fmt: skip
+        """The next prompt without the oldest turns, and without these ranges of ids: the same ids, or rendered again if
+        turn starts or ranges are unknown.
+        """
         # The first turn of the window to keep.
         first = sum(self.num_dropped <= start < num_dropped for start in self._starts_of_turns())
-        if num_dropped < len(self.messages) - len(self.system) and self.turn_starts:
-            head, cut = self.turn_starts[0], self.turn_starts[first]
-            kept = self.token_ids[:head] + self.token_ids[cut:]
+        if num_dropped < len(self.messages) - len(self.system) and self.turn_starts and thoughts is not None:
+            left_out = [cut for cut in ((self.turn_starts[0], self.turn_starts[first]), *thoughts) if cut[0] < cut[1]]
+            spans, at = list[tuple[int, int]](), 0
+            for start, end in [*left_out, (len(self.token_ids), 0)]:
+                spans += [(at, start)] if start > at else []
+                at = max(at, end)
+            kept = [token_id for start, end in spans for token_id in self.token_ids[start:end]]
             prompt = template.following_ids(kept, self.kept(num_dropped), new)
-            starts = [start - (cut - head) for start in self.turn_starts[first:]]
-            starts = [] if prompt is None else self._starts_with(template, starts, len(kept), prompt)
+            moved = [
+                sum(min(end, old) - start for start, end in spans if start < old) for old in self.turn_starts[first:]
+            ]
+            starts = [] if prompt is None else self._starts_with(template, moved, len(kept), prompt)
             if prompt is not None and starts:
-                return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, options=options)
+                return NextTurn(
+                    prompt, [], self.lineage.exact, num_dropped, starts, rebase=True, options=options, spans=spans
+                )
         return self._rendered(template, num_dropped, new, options)
 
     def _spliced(self, client: CoreClient, turn: NextTurn, tenant: str) -> NextTurn:
-        """The same turn with a splice of the kept turns' KV if that is stored; else they are computed."""
-        spans = [(0, turn.turn_starts[0]), (self.turn_starts[1 - len(turn.turn_starts)], len(self.token_ids))]
-        spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, spans, tenant))
+        """The same turn with a splice of the KV of what is kept if that is stored; else that is computed.
+
+        A chain has one splice. Where reasoning of the last answer alone goes, behind an earlier splice, what follows is
+        computed: to copy all from that splice on would cost more.
+        """
+        (start, first), *others = turn.spans
+        num_whole = 0 if start else first // client.facts.block_size
+        if 0 < self.lineage.splice_end <= num_whole and all(start > self.turn_starts[-1] for start, _ in others):
+            return replace(turn, chain=self.chain[:num_whole], lineage=self.lineage)
+        spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, turn.spans, tenant))
         return turn if spliced is None else replace(turn, chain=spliced[0], lineage=spliced[1])

@@ -15,14 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from hashlib import sha256
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
 
-from kvstore.engine.outputs import Choice
-from kvstore.engine.text.detokenizer import Detokenizer
 from kvstore.errors import RequestError
 
 # role and content; of an assistant also reasoning_content and tool_calls, with which content may be None; of a tool
@@ -113,10 +110,13 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """The template's text between an answer and the next user message, and after that message."""
+    """The template's text between an answer and the next user message, and after that message. opening: the text that
+    opens an answer which others follow.
+    """
 
     before: str
     after: str
+    opening: str
 
 
 class ChatTemplate:
@@ -135,8 +135,11 @@ class ChatTemplate:
         """The template of a tokenizer; None without a tokenizer, or if it has no chat template."""
         return cls(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
 
-    def using(self, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
-        """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`.
+    def using(
+        self, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None, continues: bool = False
+    ) -> ChatTemplate:
+        """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`. continues: an
+        answer that ends the messages is left open, and no other is opened after it.
 
         Raises RequestError for variables that are not the request's to set.
         """
@@ -147,6 +150,7 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         given = dict(kwargs or {}) | ({"tools": list(tools)} if tools else {})
+        given |= {"continue_final_message": True} if continues else {}
         return self._views(json.dumps(given)) if given else self
 
     def _view(self, given: str) -> ChatTemplate:
@@ -306,6 +310,25 @@ class ChatTemplate:
         asked = [{"role": "user", "content": _USER}]
         return self._render(asked).removeprefix(self._render(asked, opens_answer=False))
 
+    def opening_with(self, begun: Message) -> str:
+        """The text that opens an answer, and what there is of it, as this template continues it."""
+        asked = [_user(_USER)]
+        return self._render([*asked, begun]).removeprefix(self._render(asked, opens_answer=False))
+
+    def opens_with(self, has_system: bool) -> str:
+        """The text between a user's message and its answer, in a conversation that goes on; "" if that is unknown."""
+        delta = self._delta(has_system)
+        return "" if delta is None else delta.opening
+
+    def hidden_thinking(self, messages: Sequence[Message]) -> list[int]:
+        """The answers whose reasoning a prompt does not show, by their index."""
+        nonce = secrets.token_hex(8)  # no content can contain it
+        marks = {i: f"kvstore{nonce}x{i}end" for i, m in enumerate(messages) if m.get("reasoning_content")}
+        shown = self._render(
+            [m | ({"reasoning_content": marks[i]} if i in marks else {}) for i, m in enumerate(messages)]
+        )
+        return [index for index, mark in marks.items() if mark not in shown]
+
     def head_ids(self, system: list[Message]) -> list[int] | None:
         """The ids before a prompt's first turn, which every truncation keeps."""
         boundary = self._boundary(bool(system))
@@ -374,11 +397,12 @@ class ChatTemplate:
         history = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
         history += [{"role": "user", "content": _USER}]
         longer = [*history, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-        first, second = self._render(history), self._render(longer)
-        if not second.startswith(first + _ANSWER) or second.count(_NEXT) != 1:
+        first, (head, *rest) = self._render(history), self._render(longer).split(_ANSWER)
+        # The prompt may open the answer with more than a history shows of it, such as "<think>".
+        if not first.startswith(head) or len(rest) != 1 or rest[0].count(_NEXT) != 1:
             return None
-        before, after = second[len(first) + len(_ANSWER) :].split(_NEXT)
-        return TurnDelta(before, after)
+        before, after = rest[0].split(_NEXT)
+        return TurnDelta(before, after, head[head.index(_USER) + len(_USER) :])
 
     def _render(self, messages: Sequence[Message], opens_answer: bool = True) -> str:
         return self._apply([self._shown_message(message) for message in messages], opens_answer)
@@ -429,9 +453,13 @@ class ChatTemplate:
         return None
 
     def _apply(self, messages: list[Message], opens_answer: bool) -> str:
+        given = self._given
+        if "continue_final_message" in given:
+            continues = opens_answer and messages[-1]["role"] == "assistant"
+            given, opens_answer = {**given, "continue_final_message": continues}, opens_answer and not continues
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=opens_answer, **self._given
+                messages, tokenize=False, add_generation_prompt=opens_answer, **given
             )
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
@@ -444,19 +472,6 @@ def _user(content: str) -> Message:
 def _content(message: Message) -> str:
     """Null beside calls counts as empty."""
     return message.get("content") or ""
-
-
-def in_order_of_calls(messages: list[Message]) -> list[Message]:
-    """The same messages, with results of parallel calls in the order of the calls: clients answer in any."""
-    ordered, order = list[Message](), dict[str, int]()
-    for role, neighbours in groupby(messages, itemgetter("role")):
-        group = list(neighbours)
-        if role == "assistant":
-            order = {call["id"]: index for index, call in enumerate(group[-1].get("tool_calls") or ())}
-        elif role == "tool":
-            group.sort(key=lambda result: order.get(result.get("tool_call_id", ""), len(order)))
-        ordered += group
-    return ordered
 
 
 def texts_of(message: Message) -> list[str]:
@@ -479,21 +494,3 @@ def _content_before(rendered: str, end: int, before: str, content: str) -> str |
         if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
             return shown
     return None
-
-
-def answer_ids(
-    tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
-) -> Sequence[int]:
-    """Ids of an answer without its end token, which the template adds, and without its stop string."""
-    if choice.finish_reason not in ("stop", "tool_calls"):
-        return list(choice.token_ids)
-    if not isinstance(choice.stop_reason, str):
-        return choice.token_ids[:-1]
-    said = Detokenizer(tokenizer.backend_tokenizer, prompt_token_ids=prompt_token_ids)
-    count, known = 0, ""
-    for number, token_id in enumerate(choice.token_ids, start=1):
-        said.append([token_id])
-        if not choice.text.startswith(said.text):
-            break
-        count, known = number, said.text
-    return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ from hashlib import sha256
 from keyword import iskeyword
 from typing import Any, TypeAlias
 
+from kvstore.engine.outputs import Choice
 from kvstore.engine.sampling_params import (
     JSON_OPTIONS,
     MAX_TAGS,
@@ -22,13 +24,21 @@ from kvstore.engine.sampling_params import (
     StructuredOutputsParams,
 )
 from kvstore.engine.text.answer_parser import AnswerParser, make_parser
-from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.detokenizer import MAX_UNFINISHED, Detokenizer
 from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
 from kvstore.errors import RequestError
 
 TOOL_NAME = re.compile(r"[\w.-]{1,128}")
 MAX_TOOLS = MAX_TAGS
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def check_effort(effort: object, param: str) -> None:
+    """Raises RequestError unless it is one of EFFORTS, or None."""
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(f"{param} is {str(effort)[:80]!r}; give one of {', '.join(EFFORTS)}", param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,8 @@ class AnswerOptions:
     tools: `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. tool_choice: "auto",
     "required" (the answer is calls), "none", or `{"type": "function", "function": {"name": ...}}`.
     parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
+    reasoning_effort: one of EFFORTS, for templates that know it; where they know only on and off, "none" is off.
+    thinking: "drop" takes from a session's context the reasoning that the template does not show, "keep" leaves it.
     Raises RequestError, which names the field.
     """
 
@@ -45,8 +57,13 @@ class AnswerOptions:
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+    thinking: str = "keep"
 
     def __post_init__(self) -> None:
+        if self.thinking not in ("keep", "drop"):
+            raise RequestError(f"thinking is {str(self.thinking)[:80]!r}; give keep or drop", param="thinking")
+        check_effort(self.reasoning_effort, "reasoning_effort")
         tools = self.tools
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {tools!r}; give a list of functions", param="tools")
@@ -75,6 +92,15 @@ class AnswerOptions:
         return name
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template, in the names of all families. What chat_template_kwargs says comes first."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return dict(self.chat_template_kwargs)
+        switches = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+        return {"reasoning_effort": effort, **switches, **self.chat_template_kwargs}
+
+    @property
     def shown_tools(self) -> list[Mapping[str, Any]]:
         """The tools as the template shows them. `strict` is about the answer."""
         return [
@@ -87,10 +113,10 @@ class AnswerOptions:
         """Of what the prompt depends on beside messages, empty for nothing: 16 bytes each of the tools in order, of the
         tools in any order, and of the template's variables; zeros for none of these.
         """
-        if not self.tools and not self.chat_template_kwargs:
+        if not self.tools and not self.variables:
             return b""
         tools = [json.dumps(tool) for tool in self.shown_tools]
-        given = (tools, sorted(tools), dict(self.chat_template_kwargs))
+        given = (tools, sorted(tools), self.variables)
         return b"".join(sha256(json.dumps(part).encode()).digest()[:16] if part else bytes(16) for part in given)
 
 
@@ -98,10 +124,10 @@ NO_OPTIONS = AnswerOptions()
 ToolsGiven: TypeAlias = Sequence[Mapping[str, Any]] | AnswerOptions  # tools, or with how they may be used
 
 
-def options_of(tools: ToolsGiven) -> AnswerOptions:
-    if isinstance(tools, AnswerOptions):
-        return tools
-    return AnswerOptions(tools) if tools else NO_OPTIONS
+def options_of(tools: ToolsGiven, thinking: str | None = None) -> AnswerOptions:
+    """thinking: None leaves what the options say."""
+    options = tools if isinstance(tools, AnswerOptions) else AnswerOptions(tools) if tools else NO_OPTIONS
+    return options if thinking is None else replace(options, thinking=thinking)
 
 
 def _check_tool(tool: Mapping[str, Any], path: str) -> None:
@@ -127,11 +153,13 @@ class Language:
     why_no_chat: str
     answers: ResponseTemplate | None = None
 
-    def chat_template(self, options: AnswerOptions = NO_OPTIONS) -> ChatTemplate:
-        """Raises RequestError, also for tools that the model cannot be told of or whose calls nobody could read."""
+    def chat_template(self, options: AnswerOptions = NO_OPTIONS, continues: bool = False) -> ChatTemplate:
+        """continues: see `ChatTemplate.using`. Raises RequestError, also for tools that the model cannot be told of or
+        whose calls nobody could read.
+        """
         if self.template is None:
             raise RequestError(self.why_no_chat, param="messages")
-        if not options.tools and not options.chat_template_kwargs:
+        if not options.tools and not options.variables and not continues:
             return self.template
         if options.tools and not self.template.knows_tools:
             message = "this model's chat template knows no tools; give one that does as --chat-template (in Python, "
@@ -139,18 +167,48 @@ class Language:
         if options.tools and (self.answers is None or "tool_calls" not in self.answers.spec["fields"]):
             message = "nothing is known of how this model writes calls; name its parser as --tool-call-parser (in "
             raise RequestError(f"{message}Python, tool_call_parser=)", param="tools")
-        return self.template.using(options.shown_tools, options.chat_template_kwargs)
+        return self.template.using(options.shown_tools, options.variables, continues)
 
-    def new_parser(self, options: AnswerOptions = NO_OPTIONS) -> AnswerParser | None:
-        """For one answer; None if its text is its content. `chat_template` has passed the options."""
+    def new_parser(self, options: AnswerOptions = NO_OPTIONS, begun: Message | None = None) -> AnswerParser | None:
+        """For one answer; None if its text is its content. `chat_template` has passed the options. begun: the answer
+        that it continues.
+        """
         if self.answers is None or not (options.tools or self.answers.reasoning):
             return None
         tools = [] if options.tool_choice == "none" else options.tools
-        return make_parser(self.answers, self.chat_template(options).opening, tools)
+        template = self.chat_template(options, begun is not None)
+        return make_parser(self.answers, template.opening if begun is None else template.opening_with(begun), tools)
 
-    def parser(self, options: AnswerOptions) -> Callable[[], AnswerParser | None]:
+    def parser(self, options: AnswerOptions, begun: Message | None = None) -> Callable[[], AnswerParser | None]:
         """What makes the parsers of a request's answers."""
-        return partial(self.new_parser, options)
+        return partial(self.new_parser, options, begun)
+
+    def thought_in(self, token_ids: Sequence[int], answer: Message, opening: str) -> tuple[int, int] | None:
+        """Where in these ids, which end with the answer, its reasoning is, with the texts around it; (0, 0) if it is
+        not there. None if that cannot be told in whole tokens. opening: the text before the answer.
+        """
+        opener, closer = (None if self.answers is None else self.answers.reasoning) or ("", "")
+
+        def text_of(count: int) -> str:
+            ids = list(token_ids[:count])
+            (text,) = self.tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
+            return str(text)
+
+        def end_of(beginning: str) -> int | None:
+            count = bisect_left(range(len(token_ids)), len(beginning), key=lambda count: len(text_of(count)))
+            tried = range(count, min(count + MAX_UNFINISHED, len(token_ids)) + 1)  # within a character
+            return next((count for count in tried if text_of(count) == beginning), None)
+
+        whole = text_of(len(token_ids))
+        is_cut = not answer["content"] and "tool_calls" not in answer  # it may have ended within its reasoning
+        reasoning, closed = re.escape(answer["reasoning_content"]), re.escape(closer) + (r"|\Z" if is_cut else "")
+        thought = re.compile(rf"\s*(?:{re.escape(opener)})?\s*{reasoning}\s*(?:{closed})\s*")
+        start = whole.rfind(opening) + len(opening)
+        found = thought.match(whole, start) if opening in whole else None
+        if found is None:
+            return None if thought.search(whole) else (0, 0)
+        first, end = end_of(whole[:start]), end_of(whole[: found.end()])
+        return None if first is None or end is None else (first, end)
 
     def constrained(self, params: SamplingParams, options: AnswerOptions = NO_OPTIONS) -> SamplingParams:
         """The parameters with a grammar for what the tools' use demands. Raises RequestError."""
@@ -250,3 +308,21 @@ def _python_grammar(name: str, schema: Mapping[str, Any]) -> str:
             skipped = "" if key in schema.get("required", ()) else f" | {before}_{index + 1}"
             lines.append(f"{before}_{index}: {separator}p{index} some_{index + 1}{skipped}")
     return "\n".join(lines)
+
+
+def answer_ids(
+    tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
+) -> Sequence[int]:
+    """Ids of an answer without its end token, which the template adds, and without its stop string."""
+    if choice.finish_reason not in ("stop", "tool_calls"):
+        return list(choice.token_ids)
+    if not isinstance(choice.stop_reason, str):
+        return choice.token_ids[:-1]
+    said = Detokenizer(tokenizer.backend_tokenizer, prompt_token_ids=prompt_token_ids)
+    count, known = 0, ""
+    for number, token_id in enumerate(choice.token_ids, start=1):
+        said.append([token_id])
+        if not choice.text.startswith(said.text):
+            break
+        count, known = number, said.text
+    return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])

@@ -1,4 +1,4 @@
-"""Checks of callers' input: prompts, session ids, lengths. Bounds first, work later; no torch."""
+"""Checks of callers' input: prompts, session ids, lengths; results in order. Bounds first, work later; no torch."""
 
 from __future__ import annotations
 
@@ -128,6 +128,27 @@ def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer:
         message = "messages must end with the user or with results of calls; results follow their calls, and a system "
         raise RequestError(f"{message}prompt comes first", param="messages")
     return said
+
+
+def in_order_of_calls(messages: list[Message]) -> list[Message]:
+    """The same messages, with results of parallel calls in the order of the calls: clients answer in any."""
+    ordered, order = list[Message](), dict[str, int]()
+    for message in messages:
+        if message["role"] == "assistant":
+            order = {call["id"]: index for index, call in enumerate(message.get("tool_calls") or ())}
+        ordered.append(message)
+        place = len(ordered) - 1
+        while message["role"] == "tool" and place and _comes_before(message, ordered[place - 1], order):
+            ordered[place - 1], ordered[place] = message, ordered[place - 1]
+            place -= 1
+    return ordered
+
+
+def _comes_before(message: Message, other: Message, order: Mapping[str, int]) -> bool:
+    if other["role"] != "tool":
+        return False
+    places = [order.get(one.get("tool_call_id", ""), len(order)) for one in (message, other)]
+    return places[0] < places[1]
 
 
 def check_owner(tenant: object, cache_salt: object, priority: object) -> None:

@@ -34,8 +34,8 @@ they have been away, and is shrunk towards pooled tables where little is known; 
 A conversation's worth is the largest P(return within h) / E[time until return or h] over all h: hits per block and
 second. A fixed horizon was tried too, and none was better at all capacities.
 
-An answer that calls a tool is recognised by the model's own tokens for it, by their names in the tokenizer, or by a
-stop string that ended it, after which a program usually goes on. For families without such tokens it is unknown.
+An answer that calls a tool is recognised by whoever parses it, who tells the core as soon as a call has begun, or by a
+stop string that ended it: after both a program usually goes on. In answers that nobody parses calls are unknown.
 
 A block also has the value of its own reuse. The common beginning of two first prompts, a document or a system prompt,
 is a prefix: it rests and returns as conversations do, in categories of its own. A first prompt that nobody shares yet

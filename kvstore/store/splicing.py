@@ -40,10 +40,11 @@ def plan_chain(
 ) -> Spliced | None:
     """The chain of the kept `spans` of old tokens, as far as full blocks can be made. None if nothing can be reused.
 
-    Its first blocks, before any token that moved, are the old ones.
+    Its first blocks, before any token that moved and before an earlier splice, are the old ones: a chain has one
+    splice.
     """
     size = stored.block_size
-    planned = plan_splice(spans, size, len(old.chain))
+    planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index)
     if not planned.blocks:
         return None
     pieces = [one for block in planned.blocks for one in block.pieces]

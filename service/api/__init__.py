@@ -9,6 +9,7 @@
 - `edge`: /metrics, version, models, tokens
 - `health`: /health, its like and /ready, and lines in the log when what they tell changes
 - `metrics`: /metrics: what is counted of requests and answers, and what the engine counts
+- `naming`: names that clients give to conversations: headers and fields in one table
 - `openapi`: /openapi.json from the table of routes and the types of bodies
 - `page`: the web page's static files
 - `prefill`: prompts of other servers, computed here

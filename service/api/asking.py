@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.engine.sampling_params import StructuredOutputsParams
-from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.language import MAX_TOOLS, AnswerOptions
 from kvstore.errors import RequestError
 from kvstore.service.http.errors import bad_request
 
@@ -80,13 +80,14 @@ def functions_of(tools: Sequence[ToolIn]) -> list[dict[str, Any]]:
 
 
 def options_of(
-    tools: Sequence[ToolIn], choice: ToolChoice | None, parallel: bool | None, variables: Mapping[str, Any]
-) -> AnswerOptions:
+    tools: Sequence[ToolIn], choice: ToolChoice | None, parallel: bool | None, variables: Mapping[str, Any],
+    effort: str | None,
+) -> AnswerOptions:  # fmt: skip
     """Raises RequestError, which names the field."""
     functions = functions_of(tools)
     if not functions and choice in (None, "auto", "none"):
-        return AnswerOptions(chat_template_kwargs=variables) if variables else NO_OPTIONS
-    return AnswerOptions(functions, "auto" if choice is None else choice, parallel is not False, variables)
+        return AnswerOptions(chat_template_kwargs=variables, reasoning_effort=effort)
+    return AnswerOptions(functions, "auto" if choice is None else choice, parallel is not False, variables, effort)
 
 
 def format_of(wanted: ResponseFormat, param: str) -> StructuredOutputsParams:

@@ -20,11 +20,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message, in_order_of_calls
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import check_chars
+from kvstore.engine.text.prompts import check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
+from kvstore.service.api.naming import Naming
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
 from kvstore.service.settings.options import nearest
 
@@ -42,7 +43,7 @@ CONSTRAINTS = dict.fromkeys((
 }  # fmt: skip
 GUIDED = "guided_"  # and what follows it: what a body does not read itself
 # Fields of other servers that are close to a name of ours but mean something else.
-NO_MISSES = {"message_id", "models", "top_a", "top_n"}
+NO_MISSES = {"conversation_id", "message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(Naming, kw_only=True):
     """What every route that generates accepts; null is the same as not given."""
 
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
@@ -171,14 +172,15 @@ class Talking(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @property
     def options(self) -> AnswerOptions:
         """Raises ApiError 400, and RequestError which names the field."""
-        choice, variables = self.tool_choice, self.chat_template_kwargs
-        if not self.tools and choice in (None, "auto", "none") and not variables:
+        choice, variables, effort = self.tool_choice, self.chat_template_kwargs, self.reasoning_effort
+        if not self.tools and choice in (None, "auto", "none") and not variables and effort is None:
             return NO_OPTIONS
-        return options_of(self.tools or (), choice, self.parallel_tool_calls, variables or {})
+        return options_of(self.tools or (), choice, self.parallel_tool_calls, variables or {}, effort)
 
     @property
     def constraints(self) -> dict[str, Any]:
@@ -432,12 +434,13 @@ class MissObject(msgspec.Struct, omit_defaults=True):
 
 class PromptTokensDetails(msgspec.Struct):
     """cached_tokens: a subset of prompt_tokens, and the sum of its details. miss: only where tokens were computed that
-    an earlier request of the conversation had.
+    an earlier request of the conversation had. thinking: "kept" or "dropped", only where earlier answers had any.
     """
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
     miss: MissObject | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
 
 
 class UsageObject(msgspec.Struct, omit_defaults=True):
@@ -473,7 +476,8 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
     capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
     misses = [MissObject(*astuple(usage.miss)) for usage in usages if usage.miss is not None]
-    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET)
+    thinking = next((usage.thinking for usage in usages if usage.thinking is not None), UNSET)
+    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET, thinking)
     return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)
 
 

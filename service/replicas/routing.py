@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
+from kvstore.service.api.naming import UNREADABLE, Naming, name_of
 from kvstore.service.api.openai.responses import RESPONSE_ID
+from kvstore.service.api.sessions.chat import ROUTE as CHAT
 from kvstore.service.api.sessions.turns import ID_BYTES
 from kvstore.service.http.errors import unavailable
 from kvstore.service.replicas.replica import Head, Whole, refusal
 
-SESSION_HEADER = "x-session-id"
 SESSION_PATH = re.compile(r"/sessions/([^/?]+)")
 RESPONSE_PATH = re.compile(r"/v1/responses/([^/?]+)")
-NEW_ON = ("/chat", "/v1/responses")  # where a request that names no session begins one
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # RecursionError: brackets, thousands deep
+NEW_ON = (CHAT, "/v1/responses")  # where a request that names no session begins one
 MAX_OPENING = 8  # messages up to the first that a user has sent
 Answer = tuple[Head, bytes]
 _HEALTH = ("/health", "/healthz", "/livez", "/ping")
@@ -41,13 +41,11 @@ class Affinity:
     new_session: str | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Naming):
     """What says whose request it is. Wrong types are the server's to refuse."""
 
-    session_id: Any = None
     previous_response_id: Any = None
     store: Any = None
-    prompt_cache_key: Any = None
     user: Any = None
     messages: msgspec.Raw = msgspec.Raw(b"[]")
     input: msgspec.Raw = msgspec.Raw(b"[]")
@@ -74,20 +72,24 @@ def affinity_of(
         return Affinity(found[1])
     if (found := RESPONSE_PATH.match(path)) is not None:
         return Affinity(_session_of(found[1]))
-    named = headers.get(SESSION_HEADER, "")
     try:
         said = _bodies.decode(body) if method == "POST" else None
     except UNREADABLE:
         said = None
     if said is None:
-        return Affinity(named)
-    session = _text(said.session_id) or _session_of(_text(said.previous_response_id))
+        return Affinity(_of_tenant(name_of(headers, Naming()), tenant))
+    session = _text(said.session_id) if path == CHAT else _session_of(_text(said.previous_response_id))
     if session:
         return Affinity(session)
     if path in NEW_ON and said.store is not False and naming_key is not None:
         new = _new_session(path, headers.get("idempotency-key"), tenant, naming_key)
         return Affinity(new, new)
-    return Affinity(named or _text(said.prompt_cache_key) or _text(said.user) or _opening(said, tenant))
+    return Affinity(_of_tenant(name_of(headers, said) or _text(said.user), tenant) or _opening(said, tenant))
+
+
+def _of_tenant(name: str, tenant: str) -> str:
+    """A digest of a client's name; "" for none."""
+    return hashlib.sha256(f"{tenant}\0{name}".encode("utf-8", "surrogatepass")).hexdigest() if name else ""
 
 
 def _text(value: Any) -> str:

@@ -1,10 +1,13 @@
 """What an engine evicts first: policies, pins, waiting requests, in HBM and below. Small models, real stores."""
 
+import json
+
 import pytest
 
-from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore import AnswerOptions, CacheTiers, Engine, SamplingParams
 from kvstore.errors import ConfigError, RequestError
 from kvstore.policy.conversation import Answer
+from kvstore.store.history import history_files
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
     LLAMA_BLOCK_BYTES,
@@ -16,6 +19,7 @@ from tests.support.engines import (
     settle,
     tokens,
 )
+from tests.support.tools import TOOLS
 from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
@@ -142,10 +146,8 @@ def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path)
     hbm = BLOCKS * LLAMA_BLOCK_BYTES
     tiers = CacheTiers(hbm=hbm, cpu=hbm if disk else 0, disk=disk, path=tmp_path)
     with by_hand(Engine(model, tiers, device="cpu", max_model_len=256)) as engine:
-        engine.core._call_token_ids = frozenset({7})
         endings = [
             SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={9: 100}),
-            SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={7: 100}),
             SamplingParams(
                 temperature=0, max_tokens=9, ignore_eos=True, logit_bias={9: 100}, stop=[text_of(engine, 9)]
             ),
@@ -158,4 +160,18 @@ def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path)
             steering = engine.connector.parts.store.steering if disk else engine.connector._steering
             conversation = steering.conversation_of(chain_of(engine, tokens(seed, PROMPT)))
             found.append(conversation.answer)
-    assert found == [Answer(5), Answer(3, calls_tool=True), Answer(1, calls_tool=True)]
+    assert found == [Answer(5), Answer(1, calls_tool=True)]
+
+
+@pytest.mark.parametrize("process", ["own", "here"])
+def test_a_call_of_a_tool_is_known_however_the_model_writes_it(process, tmp_path):
+    """The built-in model has no token for it, so only whoever parses its answer knows."""
+    tiers = CacheTiers("8MiB", "16MiB", "32MiB", tmp_path)
+    with Engine(None, tiers, device="cpu", process=process) as engine:
+        params = SamplingParams(max_tokens=80, n=2, seed=4)
+        must = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
+        (called,) = engine.generate([[{"role": "user", "content": "Hello"}]], params, tools=must)
+        assert all(choice.tool_calls for choice in called.choices)
+        engine.generate([[{"role": "user", "content": "Goodbye"}]], params, tools=AnswerOptions(TOOLS, "none"))
+    lines = [json.loads(line) for file in history_files(tmp_path) for line in file.read_text().splitlines()]
+    assert [line.get("calls_tool", False) for line in lines] == [True, False], lines

@@ -93,6 +93,15 @@ def test_edges(spans, num_source_blocks, expected):
     assert (plan.num_exact_blocks, len(plan.blocks)) == expected
 
 
+def test_blocks_from_an_earlier_splice_on_are_made_anew():
+    whole = plan_splice([(0, 12), (14, 20)], 4, 5)
+    assert (whole.num_exact_blocks, [block.index for block in whole.blocks]) == (3, [3])
+    plan = plan_splice([(0, 12), (14, 20)], 4, 5, most_exact=1)
+    assert plan.num_exact_blocks == 1 and plan.num_tokens == whole.num_tokens
+    assert plan.blocks[:2] == (SplicedBlock(1, (SplicePiece(1, 0, 0, 4),)), SplicedBlock(2, (SplicePiece(2, 0, 0, 4),)))
+    assert plan_splice([(0, 3), (5, 20)], 4, 5, most_exact=1) == plan_splice([(0, 3), (5, 20)], 4, 5)
+
+
 @pytest.mark.parametrize("spans", [[(4, 2)], [(0, 4), (3, 6)], [(5, 6), (0, 2)]])
 def test_spans_out_of_order_are_a_bug(spans):
     with pytest.raises(AssertionError):

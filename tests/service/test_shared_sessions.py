@@ -74,6 +74,18 @@ def test_of_two_turns_at_once_one_is_busy(fleet):
     assert chat(other, "And now?", session_id)["turn"] == 3
 
 
+def test_a_name_of_the_client_s_is_one_session_on_both_also_once_it_was_deleted(fleet):
+    one, other = fleet.servers
+    named = {"session_id": "ada", "create": True}
+    stream = Stream(one, "/chat", {"message": "Hello.", **named, **LONG})
+    stream.next()
+    assert refused(other.post("/chat", {"message": "Me first.", **named, **SHORT})) == (409, "session_busy")
+    stream.rest()
+    assert chat(other, "And now?", **named)["turn"] == 2
+    assert other.request("DELETE", "/sessions/ada").status == 200
+    assert [chat(server, "Hello.", **named)["turn"] for server in fleet.servers] == [1, 2]
+
+
 def test_a_session_deleted_on_one_server_is_unknown_on_the_other(fleet):
     one, other = fleet.servers
     session_id = chat(one, "Forget me.")["session_id"]

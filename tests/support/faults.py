@@ -54,8 +54,20 @@ def before_each_step(engine: Any, fault: Callable[[], object]) -> Iterator[None]
 @contextmanager
 def before_each(owner: Any, name: str, fault: Callable[[], object]) -> Iterator[None]:
     """In here `fault` is called before each call of this method; what it raises, the call raises."""
+    with before_each_call(owner, name, lambda *_, **__: fault()):
+        yield
+
+
+@contextmanager
+def before_each_call(owner: Any, name: str, fault: Callable[..., object]) -> Iterator[None]:
+    """`before_each` with the call's arguments."""
     method = getattr(owner, name)
-    with mock.patch.object(owner, name, lambda *arguments, **named: (fault(), method(*arguments, **named))[1]):
+
+    def faulty(*arguments: Any, **named: Any) -> Any:
+        fault(*arguments, **named)
+        return method(*arguments, **named)
+
+    with mock.patch.object(owner, name, faulty):
         yield
 
 

@@ -14,6 +14,7 @@ from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
 from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
+from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.sessions.chat import delta_of
 from kvstore.service.api.sessions.turns import TurnResult
@@ -24,7 +25,10 @@ Turns = Sequence[Turn[TurnResult]]
 
 
 class ChatCompletionBody(schema.Talking, kw_only=True):
-    """truncation_reuse: "exact", as every history that comes as text is; sessions have another."""
+    """truncation_reuse: "exact", as every history that comes as text is; sessions have another.
+
+    continue_final_message: the answer goes on with the last message; add_generation_prompt is false then.
+    """
 
     model: str | None = None
     messages: schema.Messages
@@ -32,12 +36,31 @@ class ChatCompletionBody(schema.Talking, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: schema.TopLogprobs | None = None
     truncation_reuse: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def check(self) -> None:
         """Raises ApiError 400 for fields that do not go together."""
         check_exact(self.truncation_reuse)
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
+        if self.continue_final_message:
+            self._check_continued(f"messages[{len(self.messages) - 1}]")
+        elif self.add_generation_prompt is False:
+            message = "add_generation_prompt is false, and continue_final_message is not true; give both or neither"
+            raise bad_request("add_generation_prompt", message)
+
+    def _check_continued(self, where: str) -> None:
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            message = "add_generation_prompt opens a new answer, and continue_final_message goes on with the last one"
+            raise bad_request("add_generation_prompt", f"{message}; make one of them false")
+        if last.role != "assistant":
+            message = f"{where}.role is {last.role[:40]!r}; continue_final_message goes on with an assistant's message"
+            raise bad_request(f"{where}.role", message)
+        if last.tool_calls:
+            message = f"{where} has calls, after which no answer goes on; leave continue_final_message out"
+            raise bad_request(f"{where}.tool_calls", message)
 
 
 class TopLogprob(msgspec.Struct):
@@ -178,7 +201,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     messages, tenant = schema.messages_of(body.messages), tenant_of(request)
-    history = StatelessRequest(tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options)
+    history = StatelessRequest(
+        tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options,
+        name_of(request.headers, body), bool(body.continue_final_message),
+    )  # fmt: skip
     opened = open_stateless(context, request[EXCHANGE], history)
     return await answer(
         request, opened, ChatCompletionsDialect(context, body, head_of(context, "chatcmpl-")), body.stream

@@ -18,6 +18,7 @@ from kvstore.engine.turns import Turn
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, Exchange
+from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import head_of, output_of, token_text
 from kvstore.service.api.schema import (
     Sampling,
@@ -103,6 +104,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
     body: CompletionBody
     prompts: list[str | list[int]]
     params: SamplingParams
+    conversation: str
     head: dict[str, Any]
     echoed: list[str] = field(default_factory=list)  # what `echo` puts in front of the answers, by prompt
     offsets: dict[int, int] = field(default_factory=dict)  # characters said so far, by choice
@@ -132,8 +134,9 @@ class CompletionsDialect(Dialect[RequestOutput]):
             yield turns
 
     async def _completed(self, prompt: str | list[int], turn: Turn[RequestOutput]) -> RequestOutput:
-        salt, priority = self.body.cache_salt or "", self.body.priority or 0
-        handle = await self.context.engine.submit(turn, prompt, self.params, self.exchange.tenant, salt, priority)
+        salt, priority, tenant = self.body.cache_salt or "", self.body.priority or 0, self.exchange.tenant
+        earlier = self.context.recall.named(tenant, salt, self.conversation)
+        handle = await self.context.engine.submit(turn, prompt, self.params, tenant, salt, priority, earlier=earlier)
         return await output_of(turn, handle)
 
     async def _text_of(self, prompt: str | list[int]) -> str:
@@ -197,7 +200,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )  # fmt: skip
-    dialect = CompletionsDialect(context, request[EXCHANGE], body, body.prompts(), params, head_of(context, "cmpl-"))
+    named, head = name_of(request.headers, body), head_of(context, "cmpl-")
+    dialect = CompletionsDialect(context, request[EXCHANGE], body, body.prompts(), params, named, head)
     dialect.check()
     return await answer(request, dialect.opened(), dialect, body.stream)
 

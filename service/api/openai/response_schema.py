@@ -5,8 +5,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.text.chat_template import Message, in_order_of_calls
-from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
+from kvstore.engine.text.prompts import in_order_of_calls
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
 from kvstore.service.api.schema import (
     CachedTokens,
@@ -68,6 +69,10 @@ class TextConfig(msgspec.Struct):
     format: Format | None = None
 
 
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
 class ResponseBody(Sampling, kw_only=True):
     """input: a text, or messages. previous_response_id: the conversation goes on there; without `instructions` with
     the same system prompt. store: false keeps no conversation."""
@@ -87,22 +92,24 @@ class ResponseBody(Sampling, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    conversation: Any = None
+    reasoning: Reasoning | None = None
     background: bool | None = None
 
     @property
     def options(self) -> AnswerOptions:
         """Raises ApiError 400, and RequestError which names the field."""
         choice, variables = self.tool_choice, self.chat_template_kwargs
-        if not self.tools and choice in (None, "auto", "none") and not variables:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if not self.tools and choice in (None, "auto", "none") and not variables and effort is None:
             return NO_OPTIONS
+        check_effort(effort, "reasoning.effort")
         if isinstance(choice, dict) and "name" in choice:
             choice = {"type": "function", "function": {"name": choice["name"]}}
         tools = [
             ToolIn(one.type, FunctionIn(one.name or "", one.description, one.parameters, one.strict))
             for one in self.tools or ()
         ]
-        return options_of(tools, choice, self.parallel_tool_calls, variables or {})
+        return options_of(tools, choice, self.parallel_tool_calls, variables or {}, effort)
 
     @property
     def constraints(self) -> dict[str, Any]:
@@ -155,12 +162,13 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cache_write_tokens is not counted. miss: see `PromptTokensDetails`."""
+    """cache_write_tokens is not counted. miss, thinking: see `PromptTokensDetails`."""
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
     cache_write_tokens: int = 0
     miss: MissObject | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -223,7 +231,9 @@ class ResponseDeleted(msgspec.Struct):
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
     cached = usage.prompt_tokens_details
-    details = InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss)
+    details = InputTokensDetails(
+        cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss, thinking=cached.thinking
+    )
     return ResponseUsage(
         usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
         usage.capped_max_tokens,
@@ -247,12 +257,14 @@ def completed(response: ResponseObject, result: TurnResult) -> ResponseObject:
 
 
 def items_of(response_id: str, message: Message, status: str) -> list[OutputItem]:
-    """An answer as items: its reasoning, its text, and its calls, which are whole."""
-    calls = message.get("tool_calls") or ()
+    """An answer as items: its reasoning, its text, and its calls, which are whole. One that ended within its reasoning
+    has no text.
+    """
+    calls, reasoning = message.get("tool_calls") or (), message.get("reasoning_content")
     items: list[OutputItem] = []
-    if reasoning := message.get("reasoning_content"):
-        items.append(reasoning_item(response_id, reasoning, "completed"))
-    if message["content"] or not calls:
+    if reasoning:
+        items.append(reasoning_item(response_id, reasoning, "completed" if message["content"] or calls else status))
+    if message["content"] or not (calls or reasoning):
         items.append(message_item(response_id, message["content"], status))
     return items + [
         call_item(call["id"], call["function"]["name"], call["function"]["arguments"], "completed") for call in calls

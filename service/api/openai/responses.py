@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any, ClassVar
 
 from aiohttp import web
-from msgspec import UNSET
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
@@ -24,6 +23,7 @@ from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, Exchange, context_of, tenant_of
+from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
 from kvstore.service.api.schema import accept, sampling_params
@@ -162,7 +162,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         truncation=wanted.truncation,
         user=body.user,
     )
-    opened = _opened(context, request[EXCHANGE], body, wanted, before)
+    opened = _opened(request, body, wanted, before)
     return await answer(request, opened, ResponsesDialect(draft), body.stream)
 
 
@@ -188,11 +188,9 @@ async def _wanted(
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
     session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
-    ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, ttl=ttl,
-        options=body.options,
-    )  # fmt: skip
+        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options
+    )
     return wanted, before if goes_on else None
 
 
@@ -217,15 +215,17 @@ def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> B
 
 
 def _opened(
-    context: Context, exchange: Exchange, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
+    request: web.Request, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
 ) -> AbstractAsyncContextManager[Turns]:
+    context, exchange = context_of(request), request[EXCHANGE]
     if body.store is False:
         messages = [*before.transcript, *wanted.messages] if before is not None else list(wanted.messages)
         system = before.system if before is not None else wanted.system
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        request = StatelessRequest(wanted.tenant, messages, wanted.params, options=wanted.options)
-        return open_stateless(context, exchange, request)
+        named = name_of(request.headers, body)
+        history = StatelessRequest(wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named)
+        return open_stateless(context, exchange, history)
     if before is None:
         return open_turn(context, exchange, wanted)
     return _going_on(context, exchange, wanted, before.parent)

@@ -20,6 +20,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message, num_chars_of, texts_of
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.turns import Turn
+from kvstore.errors import RequestError
 from kvstore.service.api.context import Context, Exchange
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
@@ -66,7 +67,9 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
-    """What to answer."""
+    """What to answer. conversation: the client's name of it, or "". continues: the last message is an answer, which
+    goes on.
+    """
 
     tenant: str
     messages: list[Message]
@@ -74,6 +77,8 @@ class StatelessRequest:
     salt: str = ""
     priority: int = 0
     options: AnswerOptions = NO_OPTIONS
+    conversation: str = ""
+    continues: bool = False
 
 
 @asynccontextmanager
@@ -91,21 +96,27 @@ async def open_stateless(
 
 async def _stateless(context: Context, history: StatelessRequest, turn: Turn[TurnResult]) -> TurnResult:
     engine, params, messages, options = context.engine, history.params, history.messages, history.options
-    language = engine.engine.chats.language
+    language, continues = engine.engine.chats.language, history.continues
     with context.limits.admit(history.tenant, params.n):
         prompt, turn_starts, earlier = await engine.call_with_text(
-            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options
-        )
+            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options,
+            history.conversation, continues,
+        )  # fmt: skip
         if params.structured_outputs is not None or options.tools:
             params = await engine.call(language.constrained, params, options)
+        if continues and params.structured_outputs is not None:
+            param = params.structured_outputs.param
+            message = f"{param} is about a whole answer, and continue_final_message asks for the rest of one"
+            raise RequestError(f"{message}; leave one of them out", param=param)
         handle = await engine.submit(
             turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts,
-            parser=language.parser(options), earlier=earlier,
+            parser=language.parser(options, messages[-1] if continues else None), earlier=earlier,
         )  # fmt: skip
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
-        await engine.call(context.recall.note, history.tenant, history.salt, messages, output, "", options, handle)
+        note = partial(context.recall.note, history.tenant, history.salt, messages, output, options=options)
+        await engine.call(partial(note, handle=handle, conversation=history.conversation, continues=continues))
     return TurnResult(
         turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
         time.time(),

@@ -1,8 +1,8 @@
 """POST /chat: one turn of a session, streamed or not, its body and its answer. Does not know how `turns` runs it."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -31,22 +31,29 @@ MAX_TTL_S = 100 * 365 * 86400
 Turns = Sequence[Turn[TurnResult]]
 
 
+_WHOLE = "a session has whole turns; /v1/chat/completions goes on with a message"
+
+
 class ChatBody(schema.Talking, kw_only=True):
     """A turn. message, or messages: results of tools, or, in a new session, a history. ttl: seconds from its last turn;
     null: for ever.
 
-    Without session_id the turn begins a session. truncation: "auto" or "disabled"; truncation_reuse: "reencode" or
-    "exact".
+    Without session_id the turn begins a session; with create, also where there is none of that id. truncation: "auto"
+    or "disabled"; truncation_reuse: "reencode" or "exact"; thinking: "keep" or "drop".
     """
 
     model: str | None = None
     session_id: str | None = None
+    create: bool | None = None
     message: str | schema.MessageIn | None = None
     messages: schema.Messages | None = None
     system: str | None = None
     truncation: str | None = None
     truncation_reuse: str | None = None
+    thinking: str | None = None
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"continue_final_message": _WHOLE}
 
 
 class MessageOut(msgspec.Struct, omit_defaults=True):
@@ -181,11 +188,13 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
         session_id = await new_session_id(context, request, ROUTE)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
-    default_s = context.options.ttl_s
-    ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
+    options = body.options
+    if body.thinking is not None:
+        options = replace(options, thinking=body.thinking)
     return TurnRequest(
-        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, ttl=ttl, options=body.options
-    )
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, bool(body.create),
+        ttl=body.ttl, options=options,
+    )  # fmt: skip
 
 
 ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

@@ -39,9 +39,9 @@ class TurnRequest:
     """What a turn is asked to do.
 
     messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session.
-    fork_of: the session is created as a fork of another one if its id does not exist yet. after_turn: the session must
+    create: it does if there is none of this id; fork_of: then as a fork of another one. after_turn: the session must
     have this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset
-    leaves it as it is.
+    leaves it as it is, and gives a new session the server's.
     """
 
     tenant: str
@@ -53,6 +53,7 @@ class TurnRequest:
     truncation: str = "auto"
     truncation_reuse: str = "reencode"
     request_key: str | None = None
+    create: bool = False
     fork_of: Parent | None = None
     after_turn: int | None = None
     ttl: float | UnsetType | None = UNSET
@@ -84,7 +85,8 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
     num_prompt, num_completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
     miss = None if turn.miss is None else Miss(**turn.miss)
-    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss)
+    thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
+    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss, thinking)
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
     message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
@@ -127,7 +129,7 @@ async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None
         try:
             stack.enter_context(context.limits.admit(wanted.tenant))
         except ApiError:
-            if not wanted.is_new and wanted.fork_of is None:
+            if not (wanted.is_new or wanted.create or wanted.fork_of is not None):
                 await check_exists(context, wanted.key)
             raise
         yield
@@ -193,8 +195,10 @@ def _settled(
             raise unavailable("the request was ended by the server", "aborted", 1)
         message = output.choices[0].message
         return TurnResult(wanted.session_id, None, message, "abort", output.usage, output.timings, 0, time.time())
-    if not isinstance(wanted.ttl, UnsetType):
-        chat.set_ttl(wanted.ttl)
+    is_first, default_s = record.number == 1, context.options.ttl_s
+    ttl = default_s if wanted.ttl is UNSET and is_first and default_s is not None else wanted.ttl
+    if not isinstance(ttl, UnsetType):
+        chat.set_ttl(ttl)
     with suppress(StoreError):  # the note only saves work
         context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id, wanted.options)
         if chat.stored.is_deleted:  # its deletion may have come before the note
@@ -206,9 +210,9 @@ def _settled(
 
 def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
     key = wanted.key
-    if wanted.is_new:
-        if wanted.request_key is not None and engine.sessions.exists(key):
-            raise SessionExistsError("the session of this Idempotency-Key has another history", param="session_id")
+    if wanted.is_new and wanted.request_key is not None and engine.sessions.exists(key):
+        raise SessionExistsError("the session of this Idempotency-Key has another history", param="session_id")
+    if wanted.is_new or (wanted.create and not engine.sessions.exists(key)):
         engine.chats.drop(key)  # left over from a first turn that failed
         return engine.chat(
             wanted.session_id, wanted.tenant, wanted.system, wanted.truncation, wanted.truncation_reuse, is_new=True

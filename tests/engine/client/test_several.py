@@ -304,6 +304,20 @@ def test_a_shared_beginning_says_nothing():
     assert [known.engine_of(chain(conversation(seed, 60))) for seed in (1, 2, 3)] == [0, 0, 1]
 
 
+def test_a_name_tells_agents_with_a_shared_beginning_apart():
+    known = Whereabouts(40)
+    for seed in (1, 2):
+        known.note(chain(conversation(seed)), seed - 1, b"agent %d" % seed)
+    for seed in (1, 2):
+        assert known.engine_of(chain(conversation(3)), b"agent %d" % seed) == seed - 1
+        assert known.engine_of(chain(tokens(5, 60)), b"agent %d" % seed) == seed - 1, "all of it was edited"
+        assert known.engine_of(chain(conversation(3 - seed, 80)), b"agent %d" % seed) == 2 - seed, "its KV is there"
+    assert known.engine_of(chain(conversation(3)), b"agent 3") is None
+    for seed in range(10, 20):
+        known.note(chain(tokens(seed, 160)), 1)
+    assert known.engine_of(chain(tokens(5, 60)), b"agent 1") is None and len(known) == 40
+
+
 def test_tenants_and_salts_are_apart():
     known = Whereabouts()
     known.note(chain(SYSTEM, "anna"), 1)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.model.files import check_speaks, find_model, template_text
-from kvstore.engine.model.loading import _call_token_ids, _device, load
+from kvstore.engine.model.loading import _device, load
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 from kvstore.service.command import cli
 from tests.support.engines import bare_copy, save_model
@@ -325,15 +325,6 @@ def test_end_tokens_of_every_place_count(tmp_path):
     known = load_cpu(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert load_cpu(folder).eos_token_ids == known.eos_token_ids | {5, 6}
-
-
-def test_tokens_that_stand_for_calls_of_tools_are_known_by_their_names():
-    tokenizer = load_cpu(MODEL_DIR).tokenizer
-    calls = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|eom_id|>", "<｜tool▁calls▁begin｜>"]
-    others = ["<tool_response>", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "<|im_end|>", "<|eot_id|>"]
-    assert _call_token_ids(tokenizer) == _call_token_ids(None) == frozenset()
-    tokenizer.add_tokens(calls + others)
-    assert _call_token_ids(tokenizer) == frozenset(tokenizer.convert_tokens_to_ids(calls))
 
 
 def test_a_cuda_device_has_its_number_and_exists(monkeypatch):

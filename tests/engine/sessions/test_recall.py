@@ -142,6 +142,29 @@ def test_what_an_answers_text_does_not_show_stays_in_its_conversation(builtin):
         assert one.prompt_ids("seen", "", messages) == rendered(builtin, messages)
 
 
+def test_agents_that_were_told_the_same_words_in_other_tokens_each_get_their_own(builtin):
+    """The named conversation's answer goes first, also after a restart; one without a name, or with a new one, gets the
+    latest.
+    """
+    recall, out = Recall(builtin), builtin.generate([[1, 2]], greedy(1))[0]
+    said, whole = [user("Hello")], builtin.tokenizer.encode("Hello there", add_special_tokens=False)
+    single = [i for letter in "Hello there" for i in builtin.tokenizer.encode(letter, add_special_tokens=False)]
+    out.prompt_token_ids = recall.prompt_ids("agents", "", said)
+    out.choices[0].text = "Hello there"
+    for name, ids in (("ada", whole), ("eve", single)):
+        out.choices[0].token_ids[:] = ids
+        recall.note("agents", "", said, out, conversation=name)
+    messages, before = [*said, assistant("Hello there"), user("And then?")], len(out.prompt_token_ids)
+    assert single != whole
+    for one in (recall, Recall(builtin)):
+        for tenant, name, ids in (
+            ("agents", "ada", whole), ("agents", "eve", single), ("agents", "new", single), ("agents", "", single),
+            ("others", "ada", whole), ("others", "eve", whole),
+        ):  # fmt: skip
+            prompt, _, _ = one.prompt(tenant, "", messages, conversation=name)
+            assert prompt[before : before + len(ids)] == ids, (tenant, name)
+
+
 def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
     recall = Recall(builtin)
     for messages in (
@@ -331,14 +354,14 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
 
 # -- memory and threads ------------------------------------------------------------------------------------------------
 def test_conversations_are_shared_and_bounded():
-    lines = Lines(12_000)
+    lines = Lines(14_000)
 
     def add(number: int, before: int, known: KnownConversation) -> None:
         lines.add(b"h%d" % number, b"h%d" % before, known)
 
     for number in range(40):  # one conversation that grows is kept once
         add(number, number - 1, KnownConversation(2 * number + 2, list(range(100 * (number + 1)))))
-    assert lines.num_tokens < 12_000  # as often as it is long, it would be ten times as much
+    assert lines.num_tokens < 14_000  # as often as it is long, it would be ten times as much
     for number in range(40):
         found = lines.find_first([b"unknown", b"h%d" % number])
         assert list(found.token_ids) == list(range(100 * (number + 1))) and found.num_messages == 2 * number + 2
@@ -346,7 +369,7 @@ def test_conversations_are_shared_and_bounded():
     assert lines.find_first([b"h39"]) is None  # two are too many: the older one went
     for number in range(200, 260):
         add(number, -1, KnownConversation(2, [number] * 500, b"o%d" % (number % 2)))
-        assert lines.num_tokens <= 12_000
+        assert lines.num_tokens <= 14_000
     assert lines.find_first([b"h200"]) is None and list(lines.find_first([b"h259"]).token_ids) == [259] * 500
     lines.forget_owner(b"o1")
     assert lines.find_first([b"h259"]) is None and lines.find_first([b"h258"]) is not None

@@ -1,14 +1,13 @@
 """Tools in the library: calls that a grammar forces, their results, sessions that go on after them, and refusals."""
 
 import json
-from unittest import mock
 
 import pytest
 
 from kvstore import AnswerOptions, Engine, RequestError, SamplingParams, StructuredOutputsParams
 from kvstore.engine.builtin import MODEL_DIR
-from kvstore.engine.text.language import Language
 from tests.support.engines import bare_copy
+from tests.support.thinking import as_asked
 from tests.support.tools import CLOCK, TOOLS, WEATHER, is_weather
 
 PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=80)
@@ -166,7 +165,7 @@ def forced(regex: str) -> SamplingParams:
 
 def test_a_session_keeps_the_reasoning_that_its_template_drops(thinker):
     chat = thinker.chat("ada")
-    with mock.patch.object(Language, "constrained", lambda self, params, options: params):  # reasoning would be free
+    with as_asked():
         first = chat.send("Hello", forced("<think>[a-d]{3}</think>yes"))
     assert (len(first.reasoning), first.content) == (3, "yes") and "<think>" in first.text
     assert chat.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": first.reasoning}

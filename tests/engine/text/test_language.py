@@ -31,7 +31,7 @@ def language(parser: str, reasons: bool = False, opening: str = "") -> Language:
     shown = "<think></think>" if reasons else ""
     answers = choose_template(SimpleNamespace(chat_template=shown, added_tokens_decoder={}), parser)
     template = SimpleNamespace(opening=opening, knows_tools=True)
-    template.using = lambda tools, kwargs: template
+    template.using = lambda tools, kwargs, continues: template
     return Language(TOKENIZER, template, "", answers)
 
 
@@ -208,3 +208,15 @@ def test_what_nothing_can_hold_a_model_to_is_refused(parser, choice):
         language(parser).constrained(PARAMS, AnswerOptions(TOOLS, choice, parallel_tool_calls=False))
     assert raised.value.param == "tool_choice"
     assert language(parser).constrained(PARAMS, AnswerOptions(TOOLS)) is PARAMS
+
+
+def test_the_effort_is_a_variable_of_the_template():
+    low = AnswerOptions(reasoning_effort="low")
+    assert low.variables == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    mine = AnswerOptions(reasoning_effort="none", chat_template_kwargs={"thinking": True})
+    assert mine.variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": True}
+    same = AnswerOptions(chat_template_kwargs=low.variables)
+    assert low.digest == same.digest != AnswerOptions(reasoning_effort="high").digest and not AnswerOptions().digest
+    with pytest.raises(RequestError, match="reasoning_effort is 'much'; give one of none, minimal") as raised:
+        AnswerOptions(reasoning_effort="much")
+    assert raised.value.param == "reasoning_effort"

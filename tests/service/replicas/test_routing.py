@@ -59,11 +59,14 @@ def test_histories_of_one_conversation_go_to_one_replica():
 
 
 def test_what_a_client_names_goes_before_the_history():
-    body = {"messages": [HELLO], "prompt_cache_key": "mine", "user": "ada"}
-    assert key_of(CHAT, body) == "mine"
-    assert key_of(CHAT, {**body, "prompt_cache_key": None}) == "ada"
-    assert key_of(CHAT, body, **{"x-session-id": "header"}) == "header"
-    assert key_of("/v1/models", **{"x-session-id": "header"}) == "header"
+    body, header = {"messages": [HELLO], "prompt_cache_key": "mine", "user": "ada"}, {"x-session-id": "header"}
+    mine = key_of(CHAT, body)
+    assert mine == key_of(CHAT, {**body, "messages": [MORE], "user": "other"})
+    assert mine != key_of(CHAT, body, tenant="other"), "a name is its tenant's"
+    of_user, of_header = key_of(CHAT, {**body, "prompt_cache_key": None}), key_of(CHAT, body, **header)
+    assert of_user == key_of(CHAT, {"user": "ada", "messages": [MORE]})
+    assert of_header == key_of("/v1/models", **header) == key_of(CHAT, {"session_id": "header"})
+    assert len({mine, of_user, of_header, key_of(CHAT, {"messages": [HELLO]})}) == 4
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvstore.config import CacheTiers
 from kvstore.engine.sessions.window import Window
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import crawling, held
@@ -106,6 +107,53 @@ def test_what_a_later_turn_may_not_bring(server):
         assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
     assert server.post("/chat", {"session_id": session_id, "message": "a", "model": "other"}).status == 404
     assert num_turns(server, session_id) == 1
+
+
+# -- names of a client's own -------------------------------------------------------------------------------------------
+def test_a_name_of_the_client_s_creates_its_session_or_goes_on_with_it(both):
+    alice, bob = both
+    unknown = alice.post("/chat", {"session_id": "ada", "message": "Hello", **SHORT})
+    assert (unknown.status, unknown.error["code"]) == (404, "session_not_found")
+    first = chat(alice, "My name is Ada.", "ada", create=True, system="Be brief.")
+    assert (first["session_id"], first["turn"]) == ("ada", 1)
+    second = chat(alice, "What is my name?", "ada", create=True, system="Be brief.")
+    assert second["turn"] == 2 and second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert chat(alice, "And now?", "ada")["turn"] == 3
+    other = alice.post("/chat", {"session_id": "ada", "create": True, "message": "a", "system": "Be long."})
+    assert (other.status, other.error["code"]) == (400, "system_mismatch")
+    assert bob.get("/sessions/ada").status == 404
+    assert chat(bob, "Hello", "ada", create=True)["turn"] == 1, "another tenant's name is another session"
+    assert [num_turns(server, "ada") for server in both] == [3, 1]
+
+
+@pytest.mark.parametrize("name", ["", "../ada", "a b", "x" * 129])
+def test_a_bad_name_creates_nothing(server, name):
+    reply = server.post("/chat", {"session_id": name, "create": True, "message": "Hello", **SHORT})
+    assert (reply.status, reply.error["param"]) == (400, "session_id")
+
+
+def test_a_name_that_two_create_at_once_is_one_session(server):
+    body = {"session_id": "two", "create": True, "message": "Count."}
+    with crawling(server.engine):
+        running = Stream(server, "/chat", {**body, **LONG, "max_tokens": 60})
+        running.next(), running.next()
+        second = server.post("/chat", {**body, **SHORT})
+    assert (second.status, second.error["code"]) == (409, "session_busy")
+    assert running.rest()[-2]["turn"] == 1
+    assert chat(server, "Count.", "two", create=True)["turn"] == 2
+
+
+def test_a_name_is_known_after_a_restart_and_free_after_its_session_s_end(tmp_path):
+    tiers = CacheTiers(hbm="16MiB", cpu="32MiB", disk="64MiB", path=tmp_path)
+    with serving(engine={"cache_tiers": tiers}) as server:
+        chat(server, "My name is Ada.", "ada", create=True)
+    with serving(engine={"cache_tiers": tiers}, ttl_s=3600.0) as server:
+        assert chat(server, "What is my name?", "ada", create=True)["turn"] == 2
+        assert server.get("/sessions/ada").json()["expires_at"] is None, "the server's is for new ones"
+        chat(server, "Hello", "ada", ttl=1e-6)
+        assert server.get("/sessions/ada").status == 404
+        assert chat(server, "Hello", "ada", create=True)["turn"] == 1
+        assert server.get("/sessions/ada").json()["expires_at"] is not None
 
 
 # -- retries ---------------------------------------------------------------------------------------------------------
