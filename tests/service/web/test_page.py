@@ -395,6 +395,7 @@ def test_a_shared_tier_is_shown_where_there_is_one(redis: RedisServer, tabs: Tab
         page.click("#show-tiers")
         card.locator("b", has_text="away").wait_for()
         page.locator(".state", has_text="The shared tier does not answer").wait_for()
+        page.close()  # it asks for the server's health, which ends now
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
