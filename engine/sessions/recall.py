@@ -23,8 +23,8 @@ from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
-from kvstore.engine.text.chat_template import Message, answer_ids, texts_of
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, answer_ids
 from kvstore.engine.text.prompts import check_length
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag

@@ -21,7 +21,8 @@ from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sessions.misses import MadePrompt, explained
 from kvstore.engine.sessions.window import NextTurn, Window
-from kvstore.engine.text.chat_template import ChatTemplate, Message, answer_ids
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.language import answer_ids
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,

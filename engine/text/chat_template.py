@@ -19,8 +19,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from kvstore.engine.outputs import Choice
-from kvstore.engine.text.detokenizer import Detokenizer
 from kvstore.errors import RequestError
 
 # role and content; of an assistant also reasoning_content and tool_calls, with which content may be None; of a tool
@@ -142,9 +140,9 @@ class ChatTemplate:
         """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`. continues: an
         answer that ends the messages is left open, and no other is opened after it.
 
-        Raises RequestError for variables that are not the request's to set.
+        Raises RequestError for variables that are not the request's to set, and for what is nested too deep.
         """
-        ours = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        ours = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages", "self"}
         if wrong := sorted(ours.union(self._tokenizer.special_tokens_map) & set(kwargs or ())):
             raise RequestError(
                 f"chat_template_kwargs sets {', '.join(wrong)}; give only variables of the model's own template",
@@ -152,7 +150,11 @@ class ChatTemplate:
             )
         given = dict(kwargs or {}) | ({"tools": list(tools)} if tools else {})
         given |= {"continue_final_message": True} if continues else {}
-        return self._views(json.dumps(given)) if given else self
+        try:
+            return self._views(json.dumps(given)) if given else self
+        except RecursionError:
+            param = "chat_template_kwargs" if kwargs else "tools"
+            raise RequestError(f"{param} is nested too deep", param=param) from None
 
     def _view(self, given: str) -> ChatTemplate:
         return ChatTemplate(self._tokenizer, self._text, json.loads(given))
@@ -422,7 +424,9 @@ class ChatTemplate:
         arguments = call["function"]["arguments"]
         if self._takes_mappings and isinstance(arguments, str):
             with suppress(ValueError, RecursionError):  # then it is shown as it is, or the template refuses it
-                arguments = json.loads(arguments or "{}")
+                given = json.loads(arguments or "{}")
+                json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair would have no tokens
+                arguments = given
         elif not self._takes_mappings and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": arguments}}
@@ -447,7 +451,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=opens_answer, **given
             )
-        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
@@ -480,21 +484,3 @@ def _content_before(rendered: str, end: int, before: str, content: str) -> str |
         if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
             return shown
     return None
-
-
-def answer_ids(
-    tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
-) -> Sequence[int]:
-    """Ids of an answer without its end token, which the template adds, and without its stop string."""
-    if choice.finish_reason not in ("stop", "tool_calls"):
-        return list(choice.token_ids)
-    if not isinstance(choice.stop_reason, str):
-        return choice.token_ids[:-1]
-    said = Detokenizer(tokenizer.backend_tokenizer, prompt_token_ids=prompt_token_ids)
-    count, known = 0, ""
-    for number, token_id in enumerate(choice.token_ids, start=1):
-        said.append([token_id])
-        if not choice.text.startswith(said.text):
-            break
-        count, known = number, said.text
-    return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])

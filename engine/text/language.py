@@ -14,10 +14,11 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, TypeAlias
 
+from kvstore.engine.outputs import Choice
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
 from kvstore.engine.text.answer_parser import AnswerParser, make_parser
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.engine.text.detokenizer import MAX_UNFINISHED
+from kvstore.engine.text.detokenizer import MAX_UNFINISHED, Detokenizer
 from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
 from kvstore.errors import RequestError
 
@@ -278,3 +279,21 @@ def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
             wanted = json.dumps({**shared, **value, **options})
             lines.append(f"{name}: {json.dumps(before)} %json {wanted} {json.dumps(after)}")
     return "\n".join([f"start: {' '.join(start) or json.dumps('')}", *lines])
+
+
+def answer_ids(
+    tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
+) -> Sequence[int]:
+    """Ids of an answer without its end token, which the template adds, and without its stop string."""
+    if choice.finish_reason not in ("stop", "tool_calls"):
+        return list(choice.token_ids)
+    if not isinstance(choice.stop_reason, str):
+        return choice.token_ids[:-1]
+    said = Detokenizer(tokenizer.backend_tokenizer, prompt_token_ids=prompt_token_ids)
+    count, known = 0, ""
+    for number, token_id in enumerate(choice.token_ids, start=1):
+        said.append([token_id])
+        if not choice.text.startswith(said.text):
+            break
+        count, known = number, said.text
+    return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])
