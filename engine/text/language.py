@@ -251,12 +251,20 @@ class Language:
 
 
 def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> StructuralTag:
-    """A call of this function. is_strict: its arguments match its schema."""
+    """A call of this function. is_strict: its arguments match its schema. Raises RequestError."""
     schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
     begin, end = calls.opener + calls.begin.replace("{name}", function["name"]), calls.end + calls.closer
-    if calls.arguments == "json":
-        return StructuralTag(begin, end, json={"type": "object", **schema}, trigger=calls.trigger)
-    return StructuralTag(begin, end, grammar=_parameters_grammar(calls.parameter, schema), trigger=calls.trigger)
+    name = f"tools: {function['name']}"
+    if schema.get("type", "object") != "object":
+        raise RequestError(f"{name}: parameters are of the type {str(schema['type'])[:80]}; give object", "tools")
+    try:
+        if calls.arguments == "json":
+            return StructuralTag(begin, end, json={"type": "object", **schema}, trigger=calls.trigger)
+        return StructuralTag(begin, end, grammar=_parameters_grammar(calls.parameter, schema), trigger=calls.trigger)
+    except RequestError as error:
+        raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
+    except (AttributeError, TypeError):
+        raise RequestError(f"{name}: parameters are no JSON schema", "tools") from None
 
 
 def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
