@@ -309,4 +309,4 @@ def test_responses_with_a_format(client):
     assert isinstance(parsed.output_parsed, Person)
     with pytest.raises(openai.BadRequestError) as wrong:
         respond(client, "Hello", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "foo"}}})
-    assert wrong.value.param == "text.format.json_schema.schema"
+    assert wrong.value.param == "text.format.schema"
