@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -20,7 +20,11 @@ MAX_GRAMMAR_BYTES = 2**16  # of a schema, a regular expression, a list of choice
 MAX_TAGS_BYTES = 2**20  # of all tags together
 MAX_SCHEMA_DEPTH = 32  # objects and lists within each other
 MAX_TAGS = 256
+MAX_OPTIONAL, MAX_OPTIONAL_OF_TAGS = 1_000, 2_000  # optional properties: 0.1 s of compiling each
 MAX_MULTIPLE = 10_000  # a schema's multiples are counted by an automaton with so many states
+
+# A weak model may write white space for ever where it is free. oneOf cannot be compiled, anyOf can.
+JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
 
 
 def _number(name: str, value: object, low: float, high: float, *, integer: bool = False, above: bool = False) -> None:
@@ -76,7 +80,8 @@ class StructuredOutputsParams:
     regex: a regular expression without look-around. choice: one of these texts. grammar: Lark, or GBNF (with `::=`).
     json_object: any JSON object.
     tags: free text, in which each tag's trigger must go on with what the tag allows. required: no text, but tags; with
-    json, that or tags. single: at most one tag, and nothing after it.
+    json, that or tags. single: at most one tag, and nothing after it. listing: the texts before, between and after
+    tags, which then stand in one list with nothing after it; triggers are ignored.
     reasoning: the texts that open and close reasoning, which is free and may come before all that; if the first is "",
     it is open already. param: what errors name.
     Raises RequestError for what is too large; what cannot be compiled fails when the answer is to begin.
@@ -90,6 +95,7 @@ class StructuredOutputsParams:
     tags: Sequence[StructuralTag] = ()
     required: bool = False
     single: bool = False
+    listing: tuple[str, str, str] | None = None
     reasoning: tuple[str, str] | None = None
     param: str = "structured_outputs"
 
@@ -123,6 +129,9 @@ class StructuredOutputsParams:
         size = sum(len(tag.begin) + len(tag.end) + len(tag.json or tag.grammar or "") for tag in tags)
         if size > MAX_TAGS_BYTES:
             raise _refused("tags", f"they have {size} characters together; at most {MAX_TAGS_BYTES}")
+        optional = sum(_num_optional(json.loads(tag.json)) for tag in tags if isinstance(tag.json, str))
+        if optional > MAX_OPTIONAL_OF_TAGS:
+            raise _refused("tags", f"they have {optional} optional properties; at most {MAX_OPTIONAL_OF_TAGS}")
         return tags
 
 
@@ -160,10 +169,9 @@ def _schema_text(kind: str, schema: object) -> str:
 
 
 def _check_schema(kind: str, schema: object) -> None:
-    level, depth, multiple = [schema], 0, 1
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
+    multiple = 1
+    for depth, level in enumerate(_levels(schema)):
+        if depth == MAX_SCHEMA_DEPTH:
             raise _refused(kind, f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
         for item in level:
             step = item.get("multipleOf") if isinstance(item, dict) else None
@@ -172,7 +180,23 @@ def _check_schema(kind: str, schema: object) -> None:
                 multiple = math.lcm(multiple, ratio.numerator, ratio.denominator)
         if multiple > MAX_MULTIPLE:
             raise _refused(kind, f"multipleOf: the values come together at {multiple}; at most {MAX_MULTIPLE}")
+    if (optional := _num_optional(schema)) > MAX_OPTIONAL:
+        raise _refused(kind, f"the schema has {optional} optional properties; at most {MAX_OPTIONAL}")
+
+
+def _levels(schema: object) -> Iterator[list[dict[str, Any] | list[Any]]]:
+    """The objects and lists of a schema, the outermost first."""
+    level = [schema]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        yield level
         level = [value for item in level for value in (item.values() if isinstance(item, dict) else item)]
+
+
+def _num_optional(schema: object) -> int:
+    """How many properties an object may have or not, over all objects."""
+    items = [item for level in _levels(schema) for item in level if isinstance(item, dict)]
+    named = [(item["properties"], item.get("required")) for item in items if isinstance(item.get("properties"), dict)]
+    return sum(len(set(names).difference(map(str, need if isinstance(need, list) else ()))) for names, need in named)
 
 
 @dataclass(frozen=True, slots=True)

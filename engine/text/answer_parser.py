@@ -16,6 +16,7 @@ from kvstore.engine.text.response_template import CALLS, REASONING, UNSEEN, Resp
 
 # ResponseParser copies all text that it was given with every piece, so it is replaced after so many characters.
 MAX_PARSED = 2**14
+_CONSTANTS = {"true": True, "false": False, "null": None}
 # What parsers raise for a text that is no call.
 _NO_CALL = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 
@@ -189,13 +190,18 @@ def _flat(value: Any) -> Iterator[Mapping[str, Any]]:
         yield value.get("function", value)
 
 
+class _JSONNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
 def _python_calls(text: str) -> Iterator[Mapping[str, Any]]:
-    """Calls such as `[f(a=1), g()]`. Nothing is run: arguments are literals."""
+    """Calls such as `[f(a=1), g()]`. Nothing is run: arguments are literals, Python's or JSON's."""
     tree = ast.parse(text.strip(), mode="eval").body
     for call in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(f"{ast.unparse(call)} is no call with named arguments")
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        arguments = {str(given.arg): ast.literal_eval(_JSONNames().visit(given.value)) for given in call.keywords}
         yield {"name": ast.unparse(call.func), "arguments": arguments}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from hashlib import sha256
 from itertools import product
 from typing import Any
 
@@ -417,6 +418,8 @@ class ChatTemplate:
             shown["thinking"] = shown.pop("reasoning_content")
         if "tool_calls" in shown:
             shown["tool_calls"] = [self._shown_call(call) for call in shown["tool_calls"]]
+        if "tool_call_id" in shown:
+            shown["tool_call_id"] = self._shown_id(shown["tool_call_id"])
         return shown | {"content": _content(message)}
 
     def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -429,18 +432,31 @@ class ChatTemplate:
                 arguments = given
         elif not self._takes_mappings and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
+        named = {"id": self._shown_id(str(call["id"]))} if "id" in call else {}
+        return {**call, **named, "function": {**call["function"], "arguments": arguments}}
+
+    def _shown_id(self, call_id: str) -> str:
+        """A call's id as the template takes it: Mistral's want nine letters and digits."""
+        if not self._wants_short_ids or (len(call_id) == len(_CALL_ID) and call_id.isalnum()):
+            return call_id
+        return sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[: len(_CALL_ID)]
+
+    @cached_property
+    def _wants_short_ids(self) -> bool:
+        return self._with_call(f"call_{_CALL_ID}") is None and self._with_call(_CALL_ID) is not None
 
     @cached_property
     def _takes_mappings(self) -> bool:
         """Whether a call's arguments can be a mapping, as transformers' documentation has it; else they are text."""
-        function = {"name": _TOOL, "arguments": {_KEY: _ANSWER}}
-        calls = [{"id": _CALL_ID, "type": "function", "function": function}]
-        try:
-            shown = self._apply([_user(_USER), {"role": "assistant", "content": "", "tool_calls": calls}], False)
-        except RequestError:
-            return False
-        return f"{{'{_KEY}'" not in shown
+        shown = self._with_call(_CALL_ID)
+        return shown is not None and f"{{'{_KEY}'" not in shown
+
+    def _with_call(self, call_id: str) -> str | None:
+        """An answer with a call, as the template shows it; None if it refuses."""
+        calls = [{"id": call_id, "type": "function", "function": {"name": _TOOL, "arguments": {_KEY: _ANSWER}}}]
+        with suppress(RequestError):
+            return self._apply([_user(_USER), {"role": "assistant", "content": "", "tool_calls": calls}], False)
+        return None
 
     def _apply(self, messages: list[Message], opens_answer: bool) -> str:
         given = self._given
@@ -471,10 +487,6 @@ def texts_of(message: Message) -> list[str]:
         for call in message.get("tool_calls") or ()
     ]
     return [_content(message), *filter(None, [message.get("reasoning_content"), *calls])]
-
-
-def num_chars_of(messages: Sequence[Message]) -> int:
-    return sum(len(text) for message in messages for text in texts_of(message))
 
 
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:

@@ -13,10 +13,8 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvstore.engine.sampling_params import StructuredOutputsParams
+from kvstore.engine.sampling_params import JSON_OPTIONS, StructuredOutputsParams
 
-# A weak model may write white space for ever where it is free. oneOf cannot be compiled, anyOf can.
-JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
 MAX_TRIALS = 200  # subschemas that are compiled by themselves, to find the one that is wrong
 _TEXT = r"TEXT: /(.|\n)*/"
 _OF_NAMES = ("properties", "patternProperties")  # keywords whose values are schemas by name
@@ -52,7 +50,8 @@ def _without_reasoning(wanted: StructuredOutputsParams, special_token_ids: Mappi
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, wanted.choice)))
+        # A terminal is compiled at once, a rule for each choice by itself.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_literal, wanted.choice)))
     return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar or ""))
 
 
@@ -79,16 +78,26 @@ def _tags_grammar(wanted: StructuredOutputsParams, special_token_ids: Mapping[st
     A special token is no text: it is named by its id.
     """
     tags = " | ".join(f"tag_{index}" for index in range(len(wanted.tags)))
-    many = f"start: ({tags})+" if wanted.required else f"start: ({tags})* TEXT"
-    lines = [f"start: {tags}{'' if wanted.required else ' | TEXT'}" if wanted.single else many, _TEXT]
+    lines, is_free = ["", _TEXT], not wanted.required
+    if wanted.listing is not None:
+        before, between, after = (_terms(text, special_token_ids) for text in wanted.listing)
+        opening = _text_up_to(before, "list_trigger", lines) if is_free else before
+        more = "" if wanted.single else f"({' '.join([*between, f'({tags})'])})*"
+        lines.append(f"list: {' '.join([*opening, f'({tags})', more, *after])}")
+        tags, is_free = "list", False
+    may_be_text = "" if wanted.required else " | TEXT"
+    if wanted.single or wanted.listing is not None:
+        lines[0] = f"start: {tags}{may_be_text}"
+    else:
+        lines[0] = f"start: ({tags})+" if wanted.required else f"start: ({tags})* TEXT"
     if wanted.json is not None:
         lines[0] += f" | %json {_with_options(_text_of(wanted.json))}"
     inner = list[dict[str, str]]()
     for index, tag in enumerate(wanted.tags):
-        trigger = tag.trigger or tag.begin
+        trigger = tag.trigger if is_free and tag.trigger else tag.begin
         terms = _terms(tag.begin.removeprefix(trigger), special_token_ids)
         opening = _terms(trigger, special_token_ids)
-        if not wanted.required:
+        if is_free:
             opening = _text_up_to(opening, f"tag_{index}_trigger", lines)
         if tag.json is not None:
             terms.append(f"%json {_with_options(_text_of(tag.json))}")

@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from keyword import iskeyword
 from typing import Any, TypeAlias
 
 from kvstore.engine.outputs import Choice
-from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
+from kvstore.engine.sampling_params import (
+    JSON_OPTIONS,
+    MAX_TAGS,
+    SamplingParams,
+    StructuralTag,
+    StructuredOutputsParams,
+)
 from kvstore.engine.text.answer_parser import AnswerParser, make_parser
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.detokenizer import MAX_UNFINISHED, Detokenizer
@@ -225,17 +232,18 @@ class Language:
         if asked is not None and json_schema is None and not must_call:
             raise RequestError(f"{asked.param} and tools go together only for a JSON answer", param=asked.param)
         is_open = not (must_call or asked is not None)  # text may come before a call
-        if calls is None or calls.arguments not in ("json", "parameters") or (is_open and not calls.trigger):
+        if calls is None or calls.arguments == "gemma" or (is_open and not calls.trigger):
             if not must_call and asked is None and options.parallel_tool_calls:
                 return None  # strict: nothing can hold this model to a schema in mid-text
             message = "nothing can hold this model to a form of its calls; leave tool_choice 'auto', and other formats"
             raise RequestError(f"{message} out", param="tool_choice")
         tools = [tool for tool in options.tools if options.named in (None, tool["function"]["name"])]
         tags = [_tag(calls, tool["function"], not is_open or bool(tool["function"].get("strict"))) for tool in tools]
-        single = options.named is not None or not options.parallel_tool_calls or bool(calls.opener)
+        single = options.named is not None or not options.parallel_tool_calls or calls.separator is None
         return StructuredOutputsParams(
-            tags=tags, required=not is_open, single=single, json=None if must_call else json_schema, param="tools"
-        )
+            tags=tags, required=not is_open, single=single, json=None if must_call else json_schema, param="tools",
+            listing=(calls.opener, calls.separator or "", calls.closer) if calls.opener else None,
+        )  # fmt: skip
 
     def _reasoning(self, options: AnswerOptions) -> tuple[str, str] | None:
         """The texts around reasoning, which comes before what must match; the first is "" if the prompt has it."""
@@ -253,14 +261,16 @@ class Language:
 def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> StructuralTag:
     """A call of this function. is_strict: its arguments match its schema. Raises RequestError."""
     schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
-    begin, end = calls.opener + calls.begin.replace("{name}", function["name"]), calls.end + calls.closer
+    begin, trigger = calls.begin.replace("{name}", function["name"]), "" if calls.opener else calls.trigger
     name = f"tools: {function['name']}"
     if schema.get("type", "object") != "object":
         raise RequestError(f"{name}: parameters are of the type {str(schema['type'])[:80]}; give object", "tools")
     try:
         if calls.arguments == "json":
-            return StructuralTag(begin, end, json={"type": "object", **schema}, trigger=calls.trigger)
-        return StructuralTag(begin, end, grammar=_parameters_grammar(calls.parameter, schema), trigger=calls.trigger)
+            return StructuralTag(begin, calls.end, json={"type": "object", **schema}, trigger=trigger)
+        if calls.arguments == "python":
+            return StructuralTag(begin, calls.end, grammar=_python_grammar(function["name"], schema))
+        return StructuralTag(begin, calls.end, grammar=_parameters_grammar(calls.parameter, schema), trigger=trigger)
     except RequestError as error:
         raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
     except (AttributeError, TypeError):
@@ -269,7 +279,6 @@ def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> Str
 
 def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
     """Lark for arguments of which each is written by itself: a string as it is, anything else as JSON."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     start, lines = list[str](), list[str]()
     for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
         before, after = parameter.replace("{key}", key).split("{value}")
@@ -283,10 +292,30 @@ def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
         elif kinds == "string" or "string" in kinds:
             lines += [f"{name}: {json.dumps(before)} {name}_text", f"{name}_text[lazy]: /(.|\\n)*/ {json.dumps(after)}"]
         else:
-            options = {"x-guidance": {"whitespace_flexible": False, "coerce_one_of": True}}
-            wanted = json.dumps({**shared, **value, **options})
-            lines.append(f"{name}: {json.dumps(before)} %json {wanted} {json.dumps(after)}")
+            lines.append(f"{name}: {json.dumps(before)} {_value(schema, value)} {json.dumps(after)}")
     return "\n".join([f"start: {' '.join(start) or json.dumps('')}", *lines])
+
+
+def _value(schema: Mapping[str, Any], value: object) -> str:
+    """Lark for JSON that matches the part `value` of a schema."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return (
+        f"%json {json.dumps({**shared, **(value if isinstance(value, Mapping) else {}), 'x-guidance': JSON_OPTIONS})}"
+    )
+
+
+def _python_grammar(name: str, schema: Mapping[str, Any]) -> str:
+    """Lark for keyword arguments. Their values are JSON, whose names the parser knows."""
+    properties = schema.get("properties") or {}
+    if wrong := [part for part in (*name.split("."), *properties) if not part.isidentifier() or iskeyword(part)]:
+        raise RequestError(f"this model writes calls as Python, where {wrong[0]!r} cannot be a name", param="tools")
+    lines = ["start: none_0", *(f'{before}_{len(properties)}: ""' for before in ("none", "some"))]
+    for index, (key, value) in enumerate(properties.items()):
+        lines.append(f'p{index}: "{key}=" {_value(schema, value)}')
+        for before, separator in (("none", ""), ("some", '", " ')):  # what is written before this one
+            skipped = "" if key in schema.get("required", ()) else f" | {before}_{index + 1}"
+            lines.append(f"{before}_{index}: {separator}p{index} some_{index + 1}{skipped}")
+    return "\n".join(lines)
 
 
 def answer_ids(

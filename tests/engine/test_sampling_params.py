@@ -118,12 +118,16 @@ def nested(depth: int) -> dict:
     return schema
 
 
+def optional(count: int, *required: str) -> dict:
+    return {"items": {"properties": {f"p{i}": {} for i in range(count)}, "required": [*required]}}
+
+
 TAG = StructuralTag("<a>", json={})
 FITTING_GRAMMARS = [
     {"json": nested(MAX_SCHEMA_DEPTH)}, {"json": '{"type": "object"}'}, {"json_object": True},
     {"regex": "x" * MAX_GRAMMAR_BYTES}, {"choice": ["yes", "no"]}, {"grammar": "start: /a/"},
     {"tags": [TAG] * MAX_TAGS}, {"tags": [TAG], "required": True},
-    {"json": {"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 25}]}},
+    {"json": {"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 25}]}}, {"json": optional(1002, "p7", "p8", "x")},
 ]  # fmt: skip
 REFUSED_GRAMMARS = {
     "has nothing to match": {},
@@ -137,6 +141,8 @@ REFUSED_GRAMMARS = {
     "json: the schema is 'false'; give an object": {"json": "false"},
     "json: multipleOf: the values come together at 999983": {"json": {"multipleOf": 999983}},
     "multipleOf: the values come together at 9797": {"json": {"allOf": [{"multipleOf": 101}, {"multipleOf": 9700}]}},
+    "json: the schema has 1001 optional properties; at most 1000": {"json": optional(1002, "p7")},
+    "tags: they have 2100 optional properties": {"tags": [StructuralTag("<a>", json=optional(700))] * 3},
     "regex: regex has 65537 bytes": {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)},
     "regex: regex is ''; give a text": {"regex": ""},
     "grammar: grammar is not valid Unicode": {"grammar": "\ud800"},

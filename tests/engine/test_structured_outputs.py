@@ -10,6 +10,7 @@ import pytest
 
 from kvstore import Engine, RequestError, SamplingParams, StructuralTag, StructuredOutputsParams
 from tests.support.engines import open_engine, tokens
+from tests.support.first_stage import pipelined
 from tests.support.grammars import request_of
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -132,6 +133,15 @@ def test_a_step_that_is_launched_ahead_draws_when_the_last_token_is_known(model,
         assert together(engine, range(NUM_SEEDS)) == expected
         assert [alone(engine, seed) for seed in range(8)] == expected[:8]
     assert held[True] > 30 and held[False] > 0
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_steps_of_a_pipeline_draw_when_their_logits_come_back(model, expected, num_steps):
+    with open_engine(model, hbm=40 * 16 * 768, max_num_seqs=24, max_num_batched_tokens=64, max_model_len=128) as engine:
+        stage = pipelined(engine, num_steps)
+        assert together(engine, range(NUM_SEEDS)) == expected
+        assert engine.stats()["requests"]["preemptions"] > 0
+    assert stage.most_in_flight == num_steps
 
 
 # -- in another process ------------------------------------------------------------------------------------------------

@@ -105,6 +105,20 @@ def kill_core(server: ServerProcess) -> None:
     wait_until(lambda: is_gone(core), "the engine's process is dead")
 
 
+def kill_in_mid_grammar(server: ServerProcess) -> None:
+    """Kill the engine's process while it answers requests that must match something: they may be tried again."""
+    body = {**BODIES["/v1/completions"], "guided_regex": "[a-f]{3000}", "max_tokens": 900}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/v1/completions", body)
+        stream = Stream(server, "/v1/completions", body)
+        assert set(stream.next()["choices"][0]["text"]) <= set("abcdef")
+        kill_core(server)
+        *_, error, _ = stream.rest()
+        assert error["error"]["code"] == "engine_died"
+        reply = asked.result()
+    assert (reply.status, reply.error["code"]) == (503, "engine_died") and int(reply.headers["retry-after"]) > 0
+
+
 def is_running_again(server: ServerProcess) -> bool:
     reply = server.admin("GET", "/admin/stats")
     if reply.status != 200:
@@ -119,7 +133,7 @@ def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gi
         clients.check(server)
         clients.begin(server)
         clients.progress.wait(100)
-        kill_core(server)
+        kill_in_mid_grammar(server)
         clients.join()
         wait_until(lambda: is_running_again(server), "the engine is there again", 300)
         assert server.get("/health").json() == {"status": "ok", "reasons": []}

@@ -30,21 +30,27 @@ class GrammarMasks:
         self._added = _ADDED.astype(np.float32)
         self._added_there: Tensor | None = None
         self._edited = torch.empty(0, vocab_size, device=device)
-        self._buffer = np.empty((0, 0, 8), np.float32)  # what `added` returned last; new pages cost more than the work
+        # What `masks` and `added` returned last; new pages cost more than the work.
+        self._bits, self._buffer = np.empty((0, 0), np.int32), np.empty((0, 0, 8), np.float32)
 
     def constrained(self, rows: np.ndarray) -> np.ndarray:
         """The indices in `rows` [R] of those that have a matcher."""
         return np.array([index for index, row in enumerate(rows.tolist()) if row in self.matchers], np.int64)
 
     def masks(self, rows: np.ndarray) -> np.ndarray:
-        """One bit per token of each of these rows [C], which may occur repeatedly: [C, W] int32."""
+        """One bit per token of each of these rows [C], which may occur repeatedly: [C, W] int32.
+
+        The next call overwrites it.
+        """
         if self._executor is None:
             self._executor = LLExecutor()
-        distinct, where = np.unique(rows, return_inverse=True)
-        masks = allocate_token_bitmask(len(distinct), self._vocab_size)
-        matchers = [(self.matchers[row], index) for index, row in enumerate(distinct.tolist())]
+        if len(self._bits) < len(rows):
+            self._bits = allocate_token_bitmask(len(rows), self._vocab_size)
+        masks, first = self._bits[: len(rows)], dict[int, int]()
+        indices = [first.setdefault(row, index) for index, row in enumerate(rows.tolist())]
+        matchers = [(self.matchers[row], index) for row, index in first.items()]
         fill_next_token_bitmask_par(self._executor, matchers, masks)
-        return masks[where]
+        return masks if len(first) == len(rows) else masks[indices]
 
     def added(self, masks: np.ndarray) -> Tensor:
         """What to add to the logits of these rows: 0 where a token is allowed, else -inf. [C, V] float32.
@@ -63,6 +69,15 @@ class GrammarMasks:
             there = to_device(torch.from_numpy(packed), self._device)
             added = self._added_there[there.int()]
         return added.view(len(masks), -1)[:, : self._vocab_size]
+
+    def masked(self, logits: Tensor, masks: np.ndarray) -> Tensor:
+        """These logits [C, V] in float32, with `added` to them; see there."""
+        added = self.added(masks)
+        if self._device.type != "cpu":
+            return added.add_(logits)
+        with np.errstate(all="ignore"):  # as quick, and waits for no helper whose processor others use
+            np.add(added.numpy(), logits.float().numpy(), out=added.numpy())
+        return added
 
     def copied(self, raw: Tensor) -> Tensor:
         """A copy of logits in float32; on a CPU where the last one was, because new pages cost more than the copy."""

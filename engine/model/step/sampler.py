@@ -411,7 +411,7 @@ class Sampler:
             return raw
         masks = self._masks.masks(rows[constrained]) if len(constrained) else np.empty((0, 0), np.int32)
         if len(constrained) == len(rows) and not (len(biased) or len(held) or len(penalised)):
-            return self._masks.added(masks).add_(raw)  # without a copy of the logits
+            return self._masks.masked(raw, masks)  # without a copy of the logits
         if len(constrained) and len(held):
             masked = dict(zip(constrained.tolist(), masks, strict=True))
             goes_on = [i not in masked or allows_others(masked[i], self._stops[rows[i]]) for i in held.tolist()]

@@ -2,13 +2,15 @@
 
 import importlib.util
 import os
+import re
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore import CacheTiers, Engine, SamplingParams, StructuredOutputsParams
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.sampler import Sampler
 from kvstore.errors import KVStoreError
@@ -107,6 +109,24 @@ def test_every_way_to_sample(saved_model, tmp_path, monkeypatch):
 
     options = {**OPTIONS, "max_num_seqs": 5}
     expected = answers(open_engine(model, **options))
+    with device(monkeypatch):
+        assert answers(engine_on_cuda(model, **options)) == expected
+
+
+def test_constrained_rows_beside_free_ones(saved_model, tmp_path, monkeypatch):
+    """Their steps are computed ahead and drawn later; so are the others' of such a step."""
+    model, prompts = saved_model(tokenizer=True, **SMALL), [tokens(seed, 5 + seed) for seed in range(4)]
+    wanted = StructuredOutputsParams(regex="[a-c]{2,4}-[0-9]+")
+    params = [replace(one, max_tokens=9, structured_outputs=wanted) for one in SAMPLING[1:]]
+
+    def answers(engine) -> list[list[tuple[str, list[int]]]]:
+        with engine:
+            outputs = engine.generate(prompts, [SAMPLING[0], *params])
+            return [[(choice.text, choice.token_ids) for choice in output.choices] for output in outputs]
+
+    options = {**OPTIONS, "max_num_seqs": 5}
+    expected = answers(open_engine(model, **options))
+    assert all(re.match("[a-c]{2,4}-[0-9]*", text) for choices in expected[1:] for text, _ in choices)
     with device(monkeypatch):
         assert answers(engine_on_cuda(model, **options)) == expected
 

@@ -2,17 +2,18 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
+from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams, StructuredOutputsParams
 from kvstore.admin.control import ask
 from kvstore.disk import directory as directory_module
 from kvstore.disk.directory import StoreDirectory, read_lock_info
@@ -26,6 +27,7 @@ MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
 HERE = Path(__file__).parents[2]
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)  # a second, and more
+MATCHING = SamplingParams(max_tokens=1500, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-f]{3000}"))
 PROMPT = list(range(3, 40))
 
 
@@ -37,11 +39,16 @@ async def killed_in_the_middle(engine: Engine, front: AsyncEngine) -> list[objec
     """Streams and a turn run when the process is killed: what each of them got."""
     chat = engine.chat("talk")
     answer = await front.start_turn(chat, [{"role": "user", "content": "and then?"}], LONG)
-    first = asyncio.Event()
+    first, in_grammar = asyncio.Event(), asyncio.Event()
 
     async def read(prompt):
         async for _ in front.stream(prompt, LONG):
             first.set()
+
+    async def read_matching():
+        async for piece in front.stream(PROMPT, MATCHING):
+            assert re.fullmatch("[a-f]*", piece.text)
+            in_grammar.set()
 
     async def turn():
         async with answer:
@@ -49,7 +56,8 @@ async def killed_in_the_middle(engine: Engine, front: AsyncEngine) -> list[objec
                 first.set()
 
     tasks = [asyncio.create_task(read(PROMPT[:n])) for n in range(5, 13)] + [asyncio.create_task(turn())]
-    await first.wait()
+    tasks.append(asyncio.create_task(read_matching()))
+    await asyncio.gather(first.wait(), in_grammar.wait())
     os.kill(engine.core.pid, signal.SIGSTOP)
     tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
     await wait_in_loop(lambda: engine.core._calls)
@@ -158,7 +166,7 @@ async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_p
     engine.admin.pin("talk", 600)
     assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
     errors = await killed_in_the_middle(engine, front)
-    assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
+    assert [type(error) for error in errors] == [EngineDiedError] * 11 and not old.is_busy
     with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
         await front.generate(PROMPT, TEN)
     await front.call(wait_until, lambda: engine.core.state == "running", "the restart")
@@ -173,9 +181,10 @@ async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_p
     assert engine.stats()["process"]["restarts"] == 1
     engine.flush()
     assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+    assert re.fullmatch("[a-f]{9,}", (await front.generate(PROMPT, replace(MATCHING, max_tokens=9))).text)
 
     errors = await killed_in_the_middle(engine, front)
-    assert [type(error) for error in errors] == [EngineDiedError] * 10
+    assert [type(error) for error in errors] == [EngineDiedError] * 11
     assert engine.core.state == "failed" and engine.closed and engine.core.pid is None
     for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk")):
         with pytest.raises(EngineDiedError, match="stays down"):

@@ -1,5 +1,6 @@
 """Chat templates as models really have them: prefixes, trimming, reasoning, control tokens that users spell."""
 
+import re
 from typing import Any
 
 import pytest
@@ -225,6 +226,23 @@ def test_arguments_are_given_as_the_template_takes_them(template, shown):
     assert f"<|im_start|>assistant\n{shown}<|im_end|>\n<|im_start|>tool\n4<|im_end|>" in text
     written = [user("Four?"), called('{"a": "é", "b": [1, null]}'), result()]
     assert text_of(make(template), written) == text
+
+
+@pytest.mark.parametrize("wants_short", [True, False])
+def test_ids_of_calls_are_given_as_the_template_takes_them(wants_short):
+    """Mistral's refuse all but nine letters and digits. A call and its result have the same one, other calls others."""
+    want = "{% if i | length != 9 %}{{ raise_exception('no') }}{% endif %}" if wants_short else ""
+    template = f"{{%- macro want(i) %}}{want}{{{{ 'id ' + i + ' ' }}}}{{% endmacro %}}" + MAPPINGS.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_call_id %}{{ want(m.tool_call_id) }}{% endif %}"
+    ).replace("{{ c.function.name }}", "{{ want(c.id) }}{{ c.function.name }}")
+    ids = ["call_" + "0" * 24, "call_" + "1" * 24, "abcDEF123", "abc-EF123"]
+    said = [user("Four?")]
+    for call_id in ids:
+        call = called()["tool_calls"][0] | {"id": call_id}
+        said += [called() | {"tool_calls": [call]}, result() | {"tool_call_id": call_id}]
+    shown = re.findall(r"id (\S+) ", text_of(make(template), said))
+    assert shown[::2] == shown[1::2] and shown[4] == ids[2] and len(set(shown)) == 4
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in shown) if wants_short else shown[::2] == ids
 
 
 def test_arguments_that_are_no_json_are_shown_as_they_are():

@@ -1,15 +1,20 @@
 """What can be compiled and what it allows; and everything that is refused says why, within bounded work."""
 
 import json
+import os
+import sys
+import threading
+from concurrent.futures import Future
 
 import pytest
 import transformers
 
 from kvstore import StructuralTag, StructuredOutputsParams
 from kvstore.engine.builtin import MODEL_DIR
-from kvstore.engine.text.compiler import GrammarCompiler
+from kvstore.engine.text.compiler import NICENESS, GrammarCompiler
 from kvstore.errors import RequestError
-from tests.support.grammars import compiled, tokenizer_of
+from tests.support.grammars import compiled, request_of, tokenizer_of
+from tests.support.waiting import TIMEOUT_S
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 CALL = StructuralTag('<call>{"name": "add", "arguments": ', "}</call>", ADD, trigger="<call>")
@@ -46,6 +51,7 @@ def accepts(compiler, tokenizer, wanted, text: str) -> bool:
         ({"json_object": True}, ["{}", '{"x":[1,{"y":"é"}]}'], ["[]", "1"]),
         ({"regex": "[0-9]{2}/x?"}, ["12/", "12/x"], ["1/", "12/xx"]),
         ({"choice": ["yes", 'a "b"\n\\', "é\x01"]}, ["yes", 'a "b"\n\\', "é\x01"], ["no", "ye"]),
+        ({"choice": ["a", "ab", "abba", ""]}, ["a", "ab", "abba", ""], ["abb", "b", "aa"]),
         ({"grammar": 'start: "a" b\nb: /[0-9]/ b | "."'}, ["a.", "a12."], ["a1"]),
         ({"grammar": 'root ::= "a" b\nb ::= [0-9] b | "."'}, ["a.", "a12."], ["a1"]),
         ({"tags": [CALL]}, ["text", f"a {ONE} b", f"<cal <call {ONE}{ONE}"], [f"a {ONE[:20]}", "<call>x", OTHER]),
@@ -108,6 +114,17 @@ def test_a_chain_of_references_does_not_end_the_process(compiler, tokenizer):
     """The compiler follows it recursively; the stack of an ordinary thread is too small."""
     schema = json.dumps({"$ref": "#/$defs/d0", "$defs": {**CHAIN, "d1400": {"const": 1}}}, separators=(",", ":"))
     assert accepts(compiler, tokenizer, StructuredOutputsParams(json=schema), "[[[]]]")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's own niceness is Linux's")
+def test_steps_come_before_grammars_where_processors_are_short(compiler):
+    told = Future[int]()
+    compiler.prepare(
+        request_of(StructuredOutputsParams(regex="a")),
+        lambda *_: told.set_result(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+    )
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert told.result(TIMEOUT_S) == min(here + NICENESS, 19)
 
 
 def test_each_choice_has_a_matcher_of_its_own(compiler, tokenizer):

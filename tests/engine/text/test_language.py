@@ -1,10 +1,13 @@
 """Grammars of answers by what a request wants: reasoning before, calls by name, arguments that stand by themselves."""
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from kvstore import AnswerOptions, RequestError, SamplingParams, StructuredOutputsParams
+from kvstore.engine.text.answer_parser import make_parser
 from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.response_template import choose_template
@@ -110,10 +113,99 @@ def test_arguments_that_stand_by_themselves(compiler):
         assert not is_allowed(compiler, wanted, wrong)
 
 
-@pytest.mark.parametrize("parser", ["pythonic", "gemma4"])
-def test_what_nothing_can_hold_a_model_to_is_refused(parser):
+ROME, UTC = '{"city":"Rome","days":3}', '{"zone":"UTC"}'
+DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+LISTS = {
+    "mistral": ("[TOOL_CALLS][", ", ", "]", '{{"name": "{}", "arguments": {}}}'),
+    "granite": ("<|tool_call|>[", ", ", "]", '{{"name": "{}", "arguments": {}}}'),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>", DEEPSEEK),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_calls_in_one_list(compiler, name):
+    opener, between, closer, form = LISTS[name]
+    shown = "[TOOL_CALLS]" if name == "mistral" else ""  # else the parser's name stands for the newer form
+    known = language(name)
+    known = replace(known, answers=choose_template(SimpleNamespace(chat_template=shown, added_tokens_decoder={}), name))
+    rome, utc = form.format("weather", ROME), form.format("clock", UTC)
+    lone, both = f"{opener}{utc}{closer}", f"{opener}{utc}{between}{rome}{closer}"
+    required = known.constrained(PARAMS, AnswerOptions(TOOLS, "required")).structured_outputs
+    assert is_allowed(compiler, required, lone) and is_allowed(compiler, required, both)
+    for wrong in ("", opener + closer, lone + lone, f"{opener}{utc}{rome}{closer}", "Hm" + lone, both[:-1]):
+        assert not is_allowed(compiler, required, wrong)
+    single = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
+    one = known.constrained(PARAMS, single).structured_outputs
+    assert is_allowed(compiler, one, lone) and not is_allowed(compiler, one, both)
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    may = known.constrained(PARAMS, AnswerOptions([strict, CLOCK])).structured_outputs
+    for text in ("", "Hm", "Hm" + both, lone):
+        assert is_allowed(compiler, may, text)
+    assert not is_allowed(compiler, may, "Hm" + both.replace("Rome", "Bonn"))
+    parser = make_parser(known.answers, "", TOOLS)
+    events = [*parser.feed(both), *parser.finish("stop")]
+    assert [(event.name, event.arguments) for event in events if getattr(event, "state", "") == "whole"] == [
+        ("clock", UTC.replace(":", ": ")), ("weather", ROME.replace(":", ": ").replace(",", ", "))
+    ]  # fmt: skip
+
+
+def test_a_family_whose_calls_cannot_follow_one_another_makes_one(compiler):
+    wanted = language("llama3_json").constrained(PARAMS, AnswerOptions(TOOLS, "required")).structured_outputs
+    lone = '{"name": "clock", "parameters": {"zone":"UTC"}}'
+    assert is_allowed(compiler, wanted, lone) and not is_allowed(compiler, wanted, lone * 2)
+
+
+NOTE = {
+    "type": "function",
+    "function": {
+        "name": "note.add",
+        "parameters": {
+            "type": "object", "required": ["b"],
+            "properties": {
+                "a": {"type": "integer"}, "b": {"type": "array", "items": {"type": ["boolean", "null"]}},
+                "c": {"$ref": "#/$defs/c"},
+            },
+            "$defs": {"c": {"enum": ['"', "é"]}},
+        },
+    },
+}  # fmt: skip
+WRITTEN = {
+    "[note.add(b=[])]": [{"b": []}],
+    "[note.add(a=1, b=[true,null])]": [{"a": 1, "b": [True, None]}],
+    '[note.add(b=[false], c="\\""), note.add(a=-2, b=[], c="é")]': [
+        {"b": [False], "c": '"'},
+        {"a": -2, "b": [], "c": "é"},
+    ],
+}
+
+
+def test_calls_in_python(compiler):
+    known = language("pythonic")
+    required = known.constrained(PARAMS, AnswerOptions([NOTE], "required")).structured_outputs
+    for text, arguments in WRITTEN.items():
+        assert is_allowed(compiler, required, text)
+        parser = make_parser(known.answers, "", [NOTE])
+        events = [*parser.feed(text), *parser.finish("stop")]
+        whole = [(event.name, json.loads(event.arguments)) for event in events if event.state == "whole"]
+        assert whole == [("note.add", given) for given in arguments]
+    for wrong in ("[]", "[note.add()]", "[note.add(, b=[])]", "[note.add(b=[], a=1)]", "[note.add(b=[1])]"):
+        assert not is_allowed(compiler, required, wrong)
+    one = known.constrained(PARAMS, AnswerOptions([NOTE], "required", parallel_tool_calls=False)).structured_outputs
+    assert [is_allowed(compiler, one, text) for text in WRITTEN] == [True, True, False]
+
+
+@pytest.mark.parametrize(("name", "argument"), [("a-b", "x"), ("f", "class"), ("f", "1x"), ("is", "x")])
+def test_what_is_no_name_in_python_cannot_be_called_in_it(name, argument):
+    parameters = {"type": "object", "properties": {argument: {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+    with pytest.raises(RequestError, match=r"as Python, where '.*' cannot be a name"):
+        language("pythonic").constrained(PARAMS, AnswerOptions([tool], "required"))
+
+
+@pytest.mark.parametrize(("parser", "choice"), [("pythonic", "auto"), ("gemma4", "required")])
+def test_what_nothing_can_hold_a_model_to_is_refused(parser, choice):
     with pytest.raises(RequestError, match="nothing can hold this model") as raised:
-        language(parser).constrained(PARAMS, AnswerOptions(TOOLS, "required"))
+        language(parser).constrained(PARAMS, AnswerOptions(TOOLS, choice, parallel_tool_calls=False))
     assert raised.value.param == "tool_choice"
     assert language(parser).constrained(PARAMS, AnswerOptions(TOOLS)) is PARAMS
 
@@ -130,7 +222,7 @@ def test_the_effort_is_a_variable_of_the_template():
     assert raised.value.param == "reasoning_effort"
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic"])
 @pytest.mark.parametrize(
     "wrong", [{"properties": [1]}, {"properties": {"a": {"type": 5}}}, {"required": 5, "properties": {"a": {}}}]
 )

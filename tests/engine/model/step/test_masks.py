@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from llguidance import LLTokenizer
 from kvstore import SamplingParams
 from kvstore.engine.model.step.masks import GrammarMasks, allows_others
 from kvstore.engine.model.step.sampler import Sampler
+from kvstore.engine.sampling_params import JSON_OPTIONS
 from tests.support.grammars import WORDS, allowed, matcher_of, tokenizer_of
 
 CPU = torch.device("cpu")
@@ -130,6 +132,60 @@ def test_a_token_is_allowed_if_some_text_goes_on_with_it(tree, seed, is_regex):
     body = f"/{as_regex(tree)}/" if is_regex else as_lark(tree)
     walk(matcher_of(TABLE, f'%llguidance {{"no_forcing": true}}\nstart: {body}'), tree, seed, is_exact)
     walk(matcher_of(TABLE, f"start: {body}"), tree, seed, is_sound)
+
+
+# -- JSON schemas, and the texts that match them, as trees -------------------------------------------------------------
+def text_tree(text: str):
+    return reduce(seq, (("byte", byte) for byte in text.encode()), EMPTY)
+
+
+def array(items, most: int):
+    """Up to so many items."""
+    tree = EMPTY
+    for _ in range(most - 1):
+        tree = alt(seq(text_tree(","), seq(items[1], tree)), EMPTY)
+    inside = alt(seq(items[1], tree), EMPTY) if most else EMPTY
+    schema = {"type": "array", "items": items[0], "maxItems": most}
+    return schema, seq(text_tree("["), seq(inside, text_tree("]")))
+
+
+def objects(values: list, required: list[bool]):
+    """Properties come in the order of the schema. Trees for what follows, with none or some of them before."""
+    none = some = EMPTY
+    for index in reversed(range(len(values))):
+        pair = seq(text_tree(f'"{"ab"[index]}":'), values[index][1])
+        skipped = (NOTHING, NOTHING) if required[index] else (none, some)
+        none = alt(seq(pair, some), skipped[0])
+        some = alt(seq(text_tree(","), seq(pair, some)), skipped[1])
+    named = dict(zip("ab", (schema for schema, _ in values), strict=False))
+    need = [name for name, is_needed in zip(named, required, strict=False) if is_needed]
+    schema = {"type": "object", "properties": named, "required": need, "additionalProperties": False}
+    return schema, seq(text_tree("{"), seq(none, text_tree("}")))
+
+
+LEAVES = [
+    ({"type": "boolean"}, alt(text_tree("true"), text_tree("false"))), ({"type": "null"}, text_tree("null")),
+    ({"const": "ab"}, text_tree('"ab"')),
+    ({"enum": [12, "a", "ba"]}, alt(text_tree("12"), alt(text_tree('"a"'), text_tree('"ba"')))),
+]  # fmt: skip
+SCHEMAS = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        st.builds(array, inner, st.integers(0, 2)),
+        st.builds(objects, st.lists(inner, max_size=2), st.lists(st.booleans(), min_size=2, max_size=2)),
+        st.builds(lambda a, b: ({"anyOf": [a[0], b[0]]}, alt(a[1], b[1])), inner, inner),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60)
+@given(SCHEMAS, st.integers(0, 99))
+def test_a_token_is_allowed_if_some_json_that_matches_goes_on_with_it(both, seed):
+    schema, tree = both
+    lark = f"start: %json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"
+    walk(matcher_of(TABLE, f'%llguidance {{"no_forcing": true}}\n{lark}'), tree, seed, is_exact)
+    walk(matcher_of(TABLE, lark), tree, seed, is_sound)
 
 
 def id_of(word: str) -> int:

@@ -12,6 +12,7 @@ import pydantic
 import pytest
 
 from kvstore import AnswerOptions
+from kvstore.service.api.asking import LOGGER
 from tests.support.service.serving import KEY, server_fixture
 from tests.support.tools import PERSON, TOOLS, is_weather, reordered
 
@@ -128,6 +129,22 @@ def test_a_call_cut_off_by_length_is_not_there(client):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_a_call_cut_off_by_length_is_not_there_on_other_routes(client, server):
+    cut = {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 12}
+    answer = client.responses.create(model=MODEL, input="Hello", **cut)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert not any(item.type == "function_call" for item in answer.output)
+    events = list(client.responses.create(model=MODEL, input="Hello", stream=True, **cut))
+    assert events[-1].type == "response.incomplete"
+    assert not any("function_call" in event.type for event in events)
+    reply = server.post("/chat", {"message": "Hi", "tools": TOOLS, "tool_choice": "required", "max_tokens": 12}).json()
+    assert (
+        reply["finish_reason"] == "length"
+        and not reply["message"].get("tool_calls")
+        and not reply["message"]["content"]
+    )
+
+
 def test_several_choices_call_each_for_itself(client):
     answer = must_call(client, n=3, temperature=2)
     ids = [call.id for choice in answer.choices for call in choice.message.tool_calls]
@@ -142,9 +159,14 @@ def test_results_in_another_order_are_shown_in_that_of_the_calls(client, server)
     assert cached(there[1]) == (there[0].usage.prompt_tokens - 1) // 16 * 16
 
 
-def test_other_types_of_tools_are_passed_over(client):
-    answer = ask(client, tools=[{"type": "web_search"}, *TOOLS], max_tokens=4)
+def test_other_types_of_tools_are_passed_over_and_named_in_the_log(client, caplog):
+    caplog.set_level("INFO", LOGGER.name)
+    others = [{"type": "web_search"}, {"type": "namespace", "name": "x"}, {"type": "web_search"}]
+    answer = ask(client, tools=[*others, *TOOLS], max_tokens=4)
     assert answer.choices[0].message.content is not None
+    respond(client, "Hello", tools=[*others, *FLAT])
+    line = "tools of the types namespace, web_search are passed over: this server runs none"
+    assert [message for message in caplog.messages if "passed over" in message] == [line] * 2
 
 
 @pytest.mark.parametrize(
