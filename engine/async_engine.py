@@ -19,9 +19,9 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession, messages_of
 from kvstore.engine.sessions.stored import OneTurn
 from kvstore.engine.stats import EngineStats
-from kvstore.engine.text.chat_template import Message, num_chars_of
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, ToolsGiven, options_of
-from kvstore.engine.text.prompts import prompt_ids
+from kvstore.engine.text.prompts import num_chars_of, prompt_ids
 from kvstore.engine.turns import Port, Turn, held
 from kvstore.sessions.record import TurnRecord
 

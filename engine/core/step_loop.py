@@ -364,8 +364,10 @@ class StepLoop:
             logprobs = result.logprobs.get(progress.scheduled)
             logprob = None if logprobs is None else logprobs[progress.sample]
             if request.matcher is not None and request.matcher.is_error():
-                why = f"structured_outputs became too complex for this answer: {request.matcher.get_error()[:200]}"
-                self._fail(request.prompt_id, RequestError(why, "structured_outputs"))
+                wanted, (why, *_) = request.params.structured_outputs, request.matcher.get_error().splitlines()
+                param = "structured_outputs" if wanted is None else wanted.param
+                why = f"{param} became too complex for this answer: {why[:200]}"
+                self._fail(request.prompt_id, RequestError(why, param))
             else:
                 self.news.say(request, progress.token_id, logprob)
 

@@ -141,9 +141,9 @@ class ChatTemplate:
         """This template with a request's tools, as in chat completions, and its `chat_template_kwargs`. continues: an
         answer that ends the messages is left open, and no other is opened after it.
 
-        Raises RequestError for variables that are not the request's to set.
+        Raises RequestError for variables that are not the request's to set, and for what is nested too deep.
         """
-        ours = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        ours = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages", "self"}
         if wrong := sorted(ours.union(self._tokenizer.special_tokens_map) & set(kwargs or ())):
             raise RequestError(
                 f"chat_template_kwargs sets {', '.join(wrong)}; give only variables of the model's own template",
@@ -151,7 +151,11 @@ class ChatTemplate:
             )
         given = dict(kwargs or {}) | ({"tools": list(tools)} if tools else {})
         given |= {"continue_final_message": True} if continues else {}
-        return self._views(json.dumps(given)) if given else self
+        try:
+            return self._views(json.dumps(given)) if given else self
+        except RecursionError:
+            param = "chat_template_kwargs" if kwargs else "tools"
+            raise RequestError(f"{param} is nested too deep", param=param) from None
 
     def _view(self, given: str) -> ChatTemplate:
         return ChatTemplate(self._tokenizer, self._text, json.loads(given))
@@ -423,7 +427,9 @@ class ChatTemplate:
         arguments = call["function"]["arguments"]
         if self._takes_mappings and isinstance(arguments, str):
             with suppress(ValueError, RecursionError):  # then it is shown as it is, or the template refuses it
-                arguments = json.loads(arguments or "{}")
+                given = json.loads(arguments or "{}")
+                json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair would have no tokens
+                arguments = given
         elif not self._takes_mappings and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         named = {"id": self._shown_id(str(call["id"]))} if "id" in call else {}
@@ -461,7 +467,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=opens_answer, **given
             )
-        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
@@ -481,10 +487,6 @@ def texts_of(message: Message) -> list[str]:
         for call in message.get("tool_calls") or ()
     ]
     return [_content(message), *filter(None, [message.get("reasoning_content"), *calls])]
-
-
-def num_chars_of(messages: Sequence[Message]) -> int:
-    return sum(len(text) for message in messages for text in texts_of(message))
 
 
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:

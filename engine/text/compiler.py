@@ -6,6 +6,7 @@ Knows no scheduler: a request waits elsewhere until its matchers are made.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvstore.engine.core.request import Request
 from kvstore.engine.sampling_params import StructuredOutputsParams
-from kvstore.engine.text.grammar import grammar_of, place_of
+from kvstore.engine.text.grammar import grammar_of, json_grammar, place_of
 from kvstore.errors import EngineClosedError, RequestError
 
 MAX_KEPT = 128  # compiled grammars
@@ -105,15 +106,21 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # only then is it seen that nothing matches; it also makes the first step quick
             if matcher.is_error():
-                raise _refusal(wanted, f"no answer can match it, or it is too complex ({fault_of(matcher)})")
+                fault = in_one_line(matcher.get_error())
+                raise _refusal(wanted, f"no answer can match it, or it is too complex ({fault})")
             return matcher
-        fault = matcher.get_error()
+        fault, schema, after = matcher.get_error(), wanted.json, ""
 
         def fault_in(part: str) -> str:
             return "".join(LLMatcher.validate_grammar_with_warnings(part, table, limits=LIMITS)[1])
 
-        place = place_of(wanted.json, fault, fault_in) if isinstance(wanted.json, str) and not wanted.tags else ""
-        raise _refusal(wanted, fault_of(matcher) + (f", at {place}" if place else ""))
+        if lines := re.findall(r"^ *\d+ \| tag_(\d+):", fault, re.MULTILINE):  # of Lark, the last one is wrong
+            tag = wanted.tags[int(lines[-1])]
+            if isinstance(tag.json, str):
+                schema, after = tag.json, f", after {tag.begin!r}"
+                fault = fault_in(json_grammar(schema)) or fault
+        place = place_of(schema, fault, fault_in) if isinstance(schema, str) else ""
+        raise _refusal(wanted, in_one_line(fault) + (f", at {place}" if place else "") + after)
 
 
 def _be_nice() -> None:
@@ -123,9 +130,9 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
-def fault_of(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in one line without its state."""
-    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:MAX_FAULT_CHARS]
+def in_one_line(fault: str) -> str:
+    """Why a matcher has failed, without its state."""
+    return " ".join(fault.removesuffix("<non-verbose/>").split())[:MAX_FAULT_CHARS]
 
 
 def _refusal(wanted: StructuredOutputsParams, why: str) -> RequestError:

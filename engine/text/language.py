@@ -259,14 +259,22 @@ class Language:
 
 
 def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> StructuralTag:
-    """A call of this function. is_strict: its arguments match its schema."""
+    """A call of this function. is_strict: its arguments match its schema. Raises RequestError."""
     schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
     begin, trigger = calls.begin.replace("{name}", function["name"]), "" if calls.opener else calls.trigger
-    if calls.arguments == "json":
-        return StructuralTag(begin, calls.end, json={"type": "object", **schema}, trigger=trigger)
-    if calls.arguments == "python":
-        return StructuralTag(begin, calls.end, grammar=_python_grammar(function["name"], schema))
-    return StructuralTag(begin, calls.end, grammar=_parameters_grammar(calls.parameter, schema), trigger=trigger)
+    name = f"tools: {function['name']}"
+    if schema.get("type", "object") != "object":
+        raise RequestError(f"{name}: parameters are of the type {str(schema['type'])[:80]}; give object", "tools")
+    try:
+        if calls.arguments == "json":
+            return StructuralTag(begin, calls.end, json={"type": "object", **schema}, trigger=trigger)
+        if calls.arguments == "python":
+            return StructuralTag(begin, calls.end, grammar=_python_grammar(function["name"], schema))
+        return StructuralTag(begin, calls.end, grammar=_parameters_grammar(calls.parameter, schema), trigger=trigger)
+    except RequestError as error:
+        raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
+    except (AttributeError, TypeError):
+        raise RequestError(f"{name}: parameters are no JSON schema", "tools") from None
 
 
 def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:

@@ -102,6 +102,10 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
             yield text[start : start + PART_CHARS]
 
 
+def num_chars_of(messages: Sequence[Message]) -> int:
+    return sum(len(text) for message in messages for text in texts_of(message))
+
+
 def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer: Any, limit: int) -> list[Message]:
     """The messages of a turn: a user's or results of tools, or a history that ends so. Raises RequestError, and as
     `check_length`.

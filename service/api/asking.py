@@ -100,7 +100,8 @@ def format_of(wanted: ResponseFormat, param: str) -> StructuredOutputsParams:
     if wanted.json_schema is None:
         raise bad_request(f"{param}.json_schema", f"{param}.json_schema is missing", "missing")
     schema = {"type": "object"} if wanted.json_schema.schema is None else wanted.json_schema.schema
-    return structured(f"{param}.json_schema.schema", json=schema)
+    inside = "" if param == "text.format" else ".json_schema"  # of chat completions
+    return structured(f"{param}{inside}.schema", json=schema)
 
 
 def structured(param: str, **given: Any) -> StructuredOutputsParams:

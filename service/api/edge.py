@@ -11,8 +11,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import MOST_ASKED
-from kvstore.engine.text.chat_template import Message, num_chars_of
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
+from kvstore.engine.text.prompts import num_chars_of
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import Messages, TokenId, UsageObject, accept, check_model, messages_of, usage_object
 from kvstore.service.http.errors import ApiError, Route, bad_request, json_response

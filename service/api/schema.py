@@ -232,13 +232,24 @@ def message_of(message: MessageIn, param: str) -> Message:
         raise bad_request(f"{param}.content", f"{param}.content is missing", "missing")
     said: Message = {"role": role, "content": text_of(message.content or "", f"{param}.content")}
     if calls:
-        said["tool_calls"] = [msgspec.to_builtins(call) for call in calls]
+        said["tool_calls"] = [_call_of(call, f"{param}.tool_calls[{index}]") for index, call in enumerate(calls)]
     if role == "assistant" and message.reasoning_content:
         said["reasoning_content"] = message.reasoning_content
     if role == "tool":
         if message.tool_call_id is None:
             raise bad_request(f"{param}.tool_call_id", f"{param}.tool_call_id is missing", "missing")
         said["tool_call_id"] = message.tool_call_id
+    return said
+
+
+def _call_of(call: CallIn, param: str) -> dict[str, Any]:
+    """Its arguments as text, whatever numbers they have."""
+    said: dict[str, Any] = msgspec.to_builtins(call)
+    if not isinstance(given := call.function.arguments, str):
+        try:
+            said["function"]["arguments"] = json.dumps(given, ensure_ascii=False)
+        except RecursionError:
+            raise bad_request(f"{param}.function.arguments", f"{param}.function.arguments is nested too deep") from None
     return said
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message, num_chars_of, texts_of
+from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.prompts import num_chars_of
 from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError
 from kvstore.service.api.context import Context, Exchange

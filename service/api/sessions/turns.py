@@ -20,8 +20,9 @@ from kvstore.engine.outputs import CachedTokensDetails, Miss, Piece, RequestOutp
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.stored import Hold, OneTurn
-from kvstore.engine.text.chat_template import Message, num_chars_of, texts_of
+from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.prompts import num_chars_of
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context, Exchange, tenant_of

@@ -90,7 +90,9 @@ REFUSED = {
     "it is nested too deep": {"grammar": "root ::= " + "(" * 20000 + '"a"' + ")" * 20000},
     "Expected name at line 2": {"grammar": 'root ::= "a"\n= b'},
     "unknown name": {"tags": [StructuralTag("<a>", grammar="start: foo")]},
-    "Invalid type: foo": {"tags": [StructuralTag("<a>", json={"type": "foo"})]},
+    "compiled: Invalid type: foo, at /items, after '<b>'": {
+        "tags": [StructuralTag("<a>", json={}), StructuralTag("<b>", json={"items": {"type": "foo"}})]
+    },
     # hostile: each would take seconds, gigabytes or the stack of an ordinary thread
     "or it is too complex (NoExtensionBias)": {"json": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}},
     "schema too large": {

@@ -220,3 +220,14 @@ def test_the_effort_is_a_variable_of_the_template():
     with pytest.raises(RequestError, match="reasoning_effort is 'much'; give one of none, minimal") as raised:
         AnswerOptions(reasoning_effort="much")
     assert raised.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(
+    "wrong", [{"properties": [1]}, {"properties": {"a": {"type": 5}}}, {"required": 5, "properties": {"a": {}}}]
+)
+def test_parameters_that_are_no_schema_are_refused(compiler, parser, wrong):
+    tool = {"type": "function", "function": {"name": "f", "parameters": wrong}}
+    with pytest.raises(RequestError) as refused:
+        compiled(compiler, language(parser).constrained(PARAMS, AnswerOptions([tool], "required")).structured_outputs)
+    assert refused.value.param == "tools" and "f" in str(refused.value)

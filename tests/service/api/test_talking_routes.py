@@ -214,7 +214,7 @@ BAD = {
         ({"input": "a", "metadata": {"k": 5}}, None, "invalid_value"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "unsupported"),
         ({"input": "a", "background": True}, "background", "unsupported"),
-        ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].function.name", "invalid_value"),
+        ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
         ({"input": "word " * 5000}, "messages", "context_length_exceeded"),
         ({"input": "word " * 5000, "store": False}, "messages", "context_length_exceeded"),

@@ -6,6 +6,7 @@ The built-in model cannot choose tools: `tool_choice` and schemas force its answ
 import json
 from typing import Annotated, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -54,6 +55,10 @@ def rounds(answer, content="Sunny.", change=lambda arguments: arguments):
         call["function"]["arguments"] = change(call["function"]["arguments"])
     results = [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in message["tool_calls"]]
     return [message, *results]
+
+
+def result(call_id, content="Sunny."):
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def cached(answer) -> int:
@@ -176,11 +181,17 @@ def test_other_types_of_tools_are_passed_over_and_named_in_the_log(client, caplo
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}},
          "response_format.json_schema.schema", "cannot be compiled"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}],
-          "tool_choice": "required"}, "tools", "cannot be compiled"),
+          "tool_choice": "required"}, "tools", "f: parameters are of the type foo; give object"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}],
+          "tool_choice": "required"}, "tools", 'cannot be compiled: schema must be .*after .*"f"'),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": "x" * 66000}}}],
+          "tool_choice": "required"}, "tools", "f: the schema has 66"),
+        ({"extra_body": {"guided_regex": "a{1000000}"}}, "guided_regex", "too complex for this answer: [^<]*$"),
         ({"extra_body": {"guided_regex": "("}}, "guided_regex", "cannot be compiled"),
         ({"extra_body": {"guided_regex": "a", "guided_choice": ["a"]}}, "guided_regex", "one of them"),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "nothing to match"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "messages"),
+        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "self"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_a_400_that_names_the_field(client, body, param, message):
@@ -202,6 +213,34 @@ def test_histories_that_cannot_be_read_name_the_path(client, message, param):
     with pytest.raises(openai.BadRequestError) as wrong:
         ask(client, [*ASKED, message], tools=TOOLS)
     assert wrong.value.param == param
+
+
+NESTED = {
+    "tools": '[{"type":"function","function":{"name":"f","parameters":DEEP}}]',
+    "chat_template_kwargs": '{"a":DEEP}',
+    "messages": '[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":DEEP}}]}]',
+}
+
+
+@pytest.mark.parametrize("field", NESTED)
+def test_what_is_nested_too_deep_is_a_400(server, field):
+    statuses = set()
+    for depth in (*range(500, 1000, 20), 2000):
+        given = NESTED[field].replace("DEEP", '{"a":' * depth + "1" + "}" * depth)
+        messages = "" if field == "messages" else f'"messages":{json.dumps(ASKED)},'
+        body = f'{{{messages}"tool_choice":"none","max_tokens":1,"{field}":{given}}}'
+        answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers={"x-api-key": KEY})
+        statuses.add((answer.status_code, answer.json().get("error", {}).get("param")))
+    assert (400, field) in statuses and {status for status, _ in statuses} <= {200, 400}
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": "\\ud800"}', {"zone": 10**300}])
+def test_odd_arguments_are_shown_as_they_came(client, server, arguments):
+    call = {"id": "call_a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    turn = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, result("call_a")]
+    assert ask(client, turn, tools=TOOLS, max_tokens=1).usage.completion_tokens == 1
+    begun = client.post("/../chat", body={"messages": turn, "tools": TOOLS, "max_tokens": 1}, cast_to=object)
+    assert begun["turn"] == 1
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -292,4 +331,4 @@ def test_responses_with_a_format(client):
     assert isinstance(parsed.output_parsed, Person)
     with pytest.raises(openai.BadRequestError) as wrong:
         respond(client, "Hello", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "foo"}}})
-    assert wrong.value.param == "text.format.json_schema.schema"
+    assert wrong.value.param == "text.format.schema"
