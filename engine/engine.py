@@ -33,7 +33,7 @@ from kvstore.engine.sessions.chat import Chats, ChatSession
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.language import Language, ToolsGiven, options_of
-from kvstore.engine.text.prompts import checked_prompts, is_conversation, prompt_ids
+from kvstore.engine.text.prompts import check_messages, checked_prompts, is_conversation, prompt_ids
 from kvstore.engine.text.response_template import choose_template
 from kvstore.errors import KVStoreError, RemoteError, StoreLockedError, StoreLostError
 from kvstore.sessions.answers import open_answers
@@ -237,6 +237,7 @@ class Engine:
         """template: for messages."""
         if template is None:
             return prompt_ids(prompt, self.tokenizer, self.facts.vocab_size)
+        check_messages(prompt)
         return template.prompt_ids(list(prompt))
 
     def chat(

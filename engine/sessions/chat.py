@@ -33,6 +33,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, Language, ToolsGiven, options_of
 from kvstore.engine.text.prompts import (
     check_length,
+    check_messages,
     check_owner,
     check_text,
     check_truncation,
@@ -327,6 +328,7 @@ def messages_of(said: str | Sequence[Message]) -> Sequence[Message]:
         return [{"role": "user", "content": said}]
     if not is_conversation(said):
         raise RequestError(f"the message is {said!r}; give a text, or a list of messages", param="messages")
+    check_messages(said)
     return said
 
 

@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.errors import ContextLengthError, RequestError
@@ -17,6 +19,29 @@ PART_CHARS = 2**17
 MAX_HISTORY_CHARS = 2**21  # in a first turn, however much of it is then kept
 SEAM_TOKENS = 64  # by which the tokens of parts may exceed those of the uncut text
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _MadeCall(msgspec.Struct):
+    id: str
+    function: _CalledFunction
+
+
+class _SaidMessage(msgspec.Struct):
+    """What must be so of a message; a template may know other fields."""
+
+    role: str
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_MadeCall] | None = None
+    tool_call_id: str = ""
+
+
+_said_messages = msgspec.json.Decoder(list[_SaidMessage])  # so that msgspec has looked into the type
 
 
 def checked_prompts(
@@ -42,6 +67,14 @@ def checked_prompts(
 def is_conversation(prompt: object) -> bool:
     """Whether it is a list of messages."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises RequestError unless all have the fields that they need, of the right types."""
+    try:
+        msgspec.convert(messages, list[_SaidMessage])
+    except msgspec.ValidationError as error:
+        raise RequestError(f"messages: {str(error).replace('`', '').replace('$', '')}", param="messages") from None
 
 
 def check_params(params: object) -> None:

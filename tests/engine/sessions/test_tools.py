@@ -120,6 +120,23 @@ def test_what_options_refuse(given, param, message):
     assert raised.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({}, r"role - at \[1\]"),
+        ({"role": "user", "content": 5}, r"int - at \[1\].content"),
+        ({"role": "assistant", "tool_calls": 5}, r"\[1\].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "a"}]}, r"function - at \[1\].tool_calls\[0\]"),
+    ],
+)
+def test_messages_that_are_none_say_where(engine, message, reason):
+    messages = [{"role": "user", "content": "Hello"}, message]
+    for ask in (engine.chat("odd").send, lambda given: engine.generate([given], plain_params())):
+        with pytest.raises(RequestError, match=reason) as raised:
+            ask(messages)
+        assert raised.value.param == "messages"
+
+
 def test_results_of_calls_that_nobody_made(engine):
     chat = engine.chat("nobody")
     chat.send("Hello", plain_params())
