@@ -4,10 +4,10 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -34,12 +34,14 @@ class Meeting:
 
     parts: list[Tensor | None]
     barrier: threading.Barrier
-    sent: defaultdict[tuple[int, int], Queue] = field(default_factory=lambda: defaultdict(Queue))  # from, to
-    asked: defaultdict[tuple[int, int], Queue] = field(default_factory=lambda: defaultdict(Queue))
+    sent: dict[tuple[int, int], Queue]  # by from and to; made before the threads, which may look at once
+    asked: dict[tuple[int, int], Queue]
 
 
 def meeting(size: int) -> Meeting:
-    return Meeting([None] * size, threading.Barrier(size))
+    pairs = list(product(range(size), repeat=2))
+    sent, asked = ({pair: Queue() for pair in pairs} for _ in range(2))
+    return Meeting([None] * size, threading.Barrier(size), sent, asked)
 
 
 @dataclass
