@@ -270,6 +270,8 @@ class HistoryClient(Client):
         reply = server.post("/v1/chat/completions", {"messages": asked, "max_tokens": 4, "temperature": 0})
         assert reply.status == 200, reply.body
         check_cached(reply.json(), self.num_durable, tier)
+        if reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < (self.num_tokens - 1) // 16 * 16:
+            self.num_tokens = self.num_durable  # its last answer is text from now on: its ids were not durable yet
 
     def note_flush(self) -> None:
         self.num_durable = max(self.num_tokens - 1, 0)
