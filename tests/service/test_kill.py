@@ -178,7 +178,7 @@ def end_while_it_streams(server: ServerProcess, end: Callable[[ServerProcess], N
 def stored_turns(store: Path) -> dict[str, list[str]]:
     """What was said and answered in each session, from a store without owner."""
     with StoreDirectory.open(store) as directory, closing(open_sessions(directory)) as sessions:
-        keys = [head.key for head in sessions.list("")]
+        keys = [head.key for head in sessions.list("", limit=1000)]
         return {key.session_id: [message["content"] for message in sessions.load(key).messages] for key in keys}
 
 
