@@ -14,6 +14,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any, cast
 
+import msgspec
+
 from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, repaired, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
@@ -228,7 +230,7 @@ class Admin:
         usages = self.usages.get(tenant, request_id)
         if not usages:
             raise RequestError(f"there is no request {request_id[:64]!r} among the last {MOST_ASKED:,}", param="id")
-        return {"request_id": request_id, "answers": [asdict(usage) for usage in usages]}
+        return {"request_id": request_id, "answers": msgspec.to_builtins(usages)}
 
     def _show(self, wanted: OneSession) -> dict[str, object]:
         key = wanted.session.key

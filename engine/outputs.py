@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+
 from kvstore.config import format_size
 
 
@@ -55,8 +57,7 @@ MISSES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
+class Miss(msgspec.Struct, frozen=True, omit_defaults=True, rename={"at_s": "at"}):
     """Prompt tokens that were computed although an earlier request of the conversation had them, and why.
 
     cause: one of MISSES. tokens: how many at most, in whole blocks. token: where the first of them is in the prompt.

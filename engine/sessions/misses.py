@@ -11,9 +11,10 @@ A prompt that goes on where the earlier request ended, and hits, does not come h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from kvstore.blocks.records import Loss
 from kvstore.engine.client.requests import Handle
@@ -106,12 +107,12 @@ def explained(handle: Handle, prompt: MadePrompt, block_size: int) -> Miss | Non
     if num_lost := handle.num_lost(block_size):
         token, loss = handle.loss or (num_cached, Loss("unknown"))
         found = _miss(prompt, loss.cause, token, num_lost, prompt.message_at(token))
-        return replace(found, tier=loss.tier, at_s=loss.at_s, why=loss.why)
+        return structs.replace(found, tier=loss.tier, at_s=loss.at_s, why=loss.why)
     if earlier.miss is None:
         return None
     token = earlier.miss.token
     num_lost = (token + earlier.miss.tokens - max(num_cached, token)) // block_size * block_size
-    return replace(earlier.miss, tokens=num_lost) if num_lost > 0 else None
+    return structs.replace(earlier.miss, tokens=num_lost) if num_lost > 0 else None
 
 
 def _miss(prompt: MadePrompt, cause: str, token: int, num_tokens: int, message: int | None = None) -> Miss:

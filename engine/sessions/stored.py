@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Pin
 from kvstore.engine.client.requests import CoreClient, Handle
@@ -98,7 +100,7 @@ class OneTurn:
             truncated_tokens=self.next.truncated_tokens,
             finish_reason=output.finish_reason or "",
             usage=_usage(output),
-            miss=None if output.usage.miss is None else asdict(output.usage.miss),
+            miss=None if output.usage.miss is None else structs.asdict(output.usage.miss),
             created_s=time.time(),
             idempotency_key=self.idempotency_key,
             options=after.options,

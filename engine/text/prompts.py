@@ -21,14 +21,19 @@ SEAM_TOKENS = 64  # by which the tokens of parts may exceed those of the uncut t
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
-class _CalledFunction(msgspec.Struct):
+class CalledFunction(msgspec.Struct):
+    """arguments: the text of a JSON object, or the object."""
+
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, Any] = "{}"
 
 
-class _MadeCall(msgspec.Struct):
+class CallIn(msgspec.Struct):
+    """A call in an answer of a history."""
+
     id: str
-    function: _CalledFunction
+    function: CalledFunction
+    type: str = "function"
 
 
 class _SaidMessage(msgspec.Struct):
@@ -37,7 +42,7 @@ class _SaidMessage(msgspec.Struct):
     role: str
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_MadeCall] | None = None
+    tool_calls: list[CallIn] | None = None
     tool_call_id: str = ""
 
 

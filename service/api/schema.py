@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -18,11 +18,11 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Miss, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import check_chars, in_order_of_calls
+from kvstore.engine.text.prompts import CallIn, check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
 from kvstore.service.api.naming import Naming
@@ -90,19 +90,6 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
-
-
-class CalledFunction(msgspec.Struct):
-    """arguments: the text of a JSON object, or the object."""
-
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class CallIn(msgspec.Struct):
-    id: str
-    function: CalledFunction
-    type: str = "function"
 
 
 class MessageIn(msgspec.Struct):
@@ -430,19 +417,6 @@ class CachedTokens(msgspec.Struct):
     reencoded: int
 
 
-class MissObject(msgspec.Struct, omit_defaults=True):
-    """See `kvstore.engine.outputs.Miss`. at: in seconds since the epoch."""
-
-    cause: str
-    tokens: int
-    token: int
-    message: int | None = None
-    role: str | None = None
-    tier: str | None = None
-    at: float | None = None
-    why: str | None = None
-
-
 class PromptTokensDetails(msgspec.Struct):
     """cached_tokens: a subset of prompt_tokens, and the sum of its details. miss: only where tokens were computed that
     an earlier request of the conversation had. thinking: "kept" or "dropped", only where earlier answers had any.
@@ -450,7 +424,7 @@ class PromptTokensDetails(msgspec.Struct):
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
-    miss: MissObject | UnsetType = UNSET
+    miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
 
 
@@ -486,7 +460,7 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     completion = sum(usage.completion_tokens for usage in usages)
     by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
     capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
-    misses = [MissObject(*astuple(usage.miss)) for usage in usages if usage.miss is not None]
+    misses = [usage.miss for usage in usages if usage.miss is not None]
     thinking = next((usage.thinking for usage in usages if usage.thinking is not None), UNSET)
     of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET, thinking)
     return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)

@@ -96,13 +96,13 @@ def show_why(result: Mapping[str, Any], out: Console) -> None:
         if miss is None:
             out.print("nothing was computed that an earlier request of a known conversation had")
             continue
-        place = "before all messages" if miss["message"] is None else f"in message {miss['message']} ({miss['role']})"
+        place = "before all messages" if "message" not in miss else f"in message {miss['message']} ({miss['role']})"
         out.print(Text(f"missed {miss['tokens']:,} tokens from token {miss['token']:,} on, {place}: {_cause(miss)}"))
 
 
 def _cause(miss: Mapping[str, Any]) -> str:
-    when = None if miss["at_s"] is None else f"{short_time(time.time() - miss['at_s'])} ago"
-    facts = ", ".join(fact for fact in (miss["tier"], when, miss["why"]) if fact is not None)
+    when = f"{short_time(time.time() - miss['at'])} ago" if "at" in miss else None
+    facts = ", ".join(fact for fact in (miss.get("tier"), when, miss.get("why")) if fact is not None)
     return printable(MISSES[miss["cause"]] + (f" ({facts})" if facts else ""))
 
 

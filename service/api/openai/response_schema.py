@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
 from kvstore.engine.text.prompts import in_order_of_calls
@@ -15,7 +16,6 @@ from kvstore.service.api.schema import (
     ContentPart,
     Count,
     MessageIn,
-    MissObject,
     Sampling,
     message_of,
     text_of,
@@ -172,7 +172,7 @@ class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cached_tokens_details: CachedTokens
     cache_write_tokens: int = 0
-    miss: MissObject | UnsetType = UNSET
+    miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
 
 
