@@ -131,7 +131,7 @@ class _Running:
         self._block_size = block_size
         # By choice: the last piece of a choice that a stop string has ended here, until the core has ended it, too.
         self._held: dict[int, Piece] = {}
-        self.calling = set[int]()  # choices that have begun to call a tool
+        self.calling: list[int] = []  # choices that have begun to call a tool, until the core is told
 
     def apply(self, update: Update) -> Sequence[tuple[int, str]]:
         """Returns the choices that a stop string has just ended, and the string: the core is to be told."""
@@ -157,8 +157,9 @@ class _Running:
             if handle.output.ttft_s is None:
                 handle.output.ttft_s = time.monotonic() - self._arrival_s
             piece = text.add_token(said.token_id, said.logprob, said.finish_reason)
-            if piece.events and any(isinstance(event, ToolCallEvent) for event in piece.events):
-                self.calling.add(said.index)
+            for event in piece.events or ():
+                if isinstance(event, ToolCallEvent) and event.state == "begun":
+                    self.calling.append(said.index)
         if piece.finish_reason is not None:
             text.choice.finish_reason = piece.finish_reason
             text.choice.stop_reason = said.stop_reason if text.stop_string is None else text.stop_string
@@ -341,7 +342,7 @@ class CoreClient:
         _notify(touched)
 
     def _apply(self, running: _Running, update: Update) -> None:
-        handle, were_calling = running.handle, frozenset(running.calling)
+        handle = running.handle
         try:
             stopped = running.apply(update)
         except Exception as error:  # our bug: it ends this request, not others
@@ -350,9 +351,9 @@ class CoreClient:
             self.end(handle)
         if handle.done:
             self._running.pop(handle.request_id, None)
-        for index in running.calling - were_calling:
+        while running.calling:
             with suppress(EngineClosedError):
-                self.core.note_call(handle.request_id, index)
+                self.core.note_call(handle.request_id, running.calling.pop())
         for index, stop_string in stopped:
             self.end(handle, index, stop_string)
 

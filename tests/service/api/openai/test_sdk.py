@@ -12,13 +12,6 @@ MODEL = "kvstore-builtin"
 server = server_fixture(api_key=KEY)
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as one:
-        yield one
-    server.wait_until_idle()
-
-
 def said(text):
     return [{"role": "user", "content": text}]
 

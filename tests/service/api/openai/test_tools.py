@@ -29,13 +29,6 @@ class Person(pydantic.BaseModel):
 server = server_fixture(api_key=KEY)
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as one:
-        yield one
-    server.wait_until_idle()
-
-
 def ask(client, messages=ASKED, **more):
     return client.chat.completions.create(model=MODEL, messages=messages, **{"max_tokens": 120, "seed": 3, **more})
 
