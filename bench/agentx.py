@@ -25,11 +25,10 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from bench.common import Report, Row, arguments, median, random_llama, say
-from bench.peers.__main__ import check_names, run_match, versions
+from bench.peers.__main__ import MODELS, check_names, run_match, versions
 from bench.peers.load import PeerError, start_all
 from bench.peers.servers import MODEL_NAME, WINDOW, Server, Tiers, ours, vllm
 from bench.serving_load import new_session
-from bench.throughput import MODEL_M
 
 ARMS = ("kvstore", "vllm", "lmcache", "tier")
 NAMES = {"kvstore": "kvstore", "vllm": "vLLM", "lmcache": "vLLM + LMCache", "tier": "vLLM + our tier"}
@@ -250,7 +249,7 @@ def measure(parsed: argparse.Namespace, report: Report) -> None:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-bench-")))
         traces = _write_traces(parsed, folder, report)
         tokenizer = character_tokenizer()
-        shape = replace(MODEL_M, vocab_size=len(tokenizer), max_position_embeddings=WINDOW)
+        shape = replace(MODELS[parsed.model].shape, vocab_size=len(tokenizer), max_position_embeddings=WINDOW)
         model, _ = stack.enter_context(random_llama(shape))
         tokenizer.save_pretrained(model)
         servers = {}
@@ -354,6 +353,7 @@ def _add_rows(found: dict[str, dict[str, list[Replay]]], report: Report) -> None
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("agentx", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("--arms", default=",".join(ARMS), help=f"kvstore and others of {', '.join(ARMS)}")
+    parser.add_argument("--model", default="m", choices=("m", "tiny"), help="m: 85 million parameters (default: m)")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="WEKA's traces (default: AIPerf makes some)")
     parser.add_argument("--sessions", type=int, default=6, help="at most so many (default: 6)")
     parser.add_argument("--rounds", type=int, default=1, help="of again, kill -9, and again (default: 1)")

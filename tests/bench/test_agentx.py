@@ -1,4 +1,4 @@
-"""Agents' sessions are made smaller without changing what is equal in them, and what is reported is what was replayed."""
+"""Agents' sessions are made smaller without changing what is equal in them, and the report is of what was replayed."""
 
 import json
 
@@ -6,7 +6,6 @@ import pytest
 
 from bench import agentx
 from bench.agentx import BLOCK_TOKENS, Scale, from_increments, scale_for, scaled, summed_up
-from bench.peers.__main__ import TINY
 from bench.peers.load import PeerError
 from tests.bench import aiperf_standin
 
@@ -85,10 +84,10 @@ def test_every_printable_character_is_a_token():
 
 
 def test_sessions_are_replayed_warm_and_after_a_kill(tmp_path, monkeypatch):
-    monkeypatch.setattr(agentx, "MODEL_M", TINY)
     monkeypatch.setenv("KVSTORE_LOAD", "always")  # whatever a busy machine makes of the rates
     found = tmp_path / "found.json"
-    flags = ["--aiperf", aiperf_standin.install(tmp_path), "--logs", tmp_path / "logs", "--json", found, "--threads", 1]
+    flags = ["--aiperf", aiperf_standin.install(tmp_path), "--model", "tiny", "--logs", tmp_path / "logs",
+             "--json", found, "--threads", 1]  # fmt: skip
     assert agentx.main([*map(str, flags), "--arms", "kvstore,lmcache"]) == 0
     rows = {(row["arm"], row["replay"]): row for row in json.loads(found.read_text())["results"]}
     assert ("vLLM + LMCache", "absent: no --peer-python") in rows
