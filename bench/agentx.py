@@ -259,7 +259,7 @@ def measure(parsed: argparse.Namespace, report: Report) -> None:
             else:
                 servers[arm] = make_server(arm, parsed, model, folder, logs)
         for server in servers.values():
-            stack.callback(server.kill)
+            stack.callback(server.stop)
         arms = Arms(servers, parsed, model, traces, logs)
         start_all(servers.values())
         arms.replay("first")
