@@ -96,9 +96,12 @@ NO_EARLIER = Earlier()
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. cached_tokens is a subset of prompt_tokens. capped_max_tokens: what the window had
-    left for an answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known.
-    thinking: whether the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
+    """Token counts of one request.
+
+    cached_tokens is a subset of prompt_tokens, and cache_write_tokens another: those that it computed and handed to the
+    tiers below HBM, which did not have them, in whole blocks. capped_max_tokens: what the window had left for an
+    answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known. thinking: whether
+    the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
     """
 
     prompt_tokens: int
@@ -107,6 +110,7 @@ class Usage:
     capped_max_tokens: int | None = None
     miss: Miss | None = None
     thinking: str | None = None
+    cache_write_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:

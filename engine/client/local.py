@@ -316,8 +316,8 @@ class LocalCore:
             case messages.Prefetch(chain, token_ids, lineage, tenant):
                 connector.prefetch(chain, token_ids, lineage, tenant)
                 return None
-            case messages.Pin(chain, seconds, expires_s):
-                return self.loop.call(connector.pin, chain, seconds, expires_s)
+            case messages.Pin(chain, seconds, expires_s, tenant):
+                return self.loop.call(connector.pin, chain, seconds, expires_s, tenant)
             case messages.Forget(block_ids, timeout_s):
                 return self._forget(block_ids, timeout_s)
             case messages.EvictBlocks(what):

@@ -179,7 +179,12 @@ class _Running:
                 handle.pieces.append(text.end("abort"))
                 text.choice.finish_reason = "abort"
         num_prompt, spoken = len(output.prompt_token_ids), [len(choice.token_ids) for choice in output.choices]
-        output.usage = replace(output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached)
+        # What was lost on its way, and computed again, was counted twice.
+        num_written = min(ended.num_saved_tokens, num_prompt - ended.cached.total)
+        output.usage = replace(
+            output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached,
+            cache_write_tokens=num_written,
+        )  # fmt: skip
         # The core may have computed blocks beyond a stop string; they are built on those that are named.
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // self._block_size])
         handle.lineage, handle.loss = ended.lineage, ended.loss

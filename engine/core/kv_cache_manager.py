@@ -308,6 +308,8 @@ class RequestBlocks:
     def computed(self, request: Request, num_tokens: int) -> None:
         """Note that the KV of the request's first `num_tokens` tokens exists: computed, or loaded."""
         request.cached.confirm(num_tokens)
+        if not request.num_output_tokens:
+            request.num_saved_tokens += self.connector.take_num_saved(request.request_id)
         self.manager.cache_full_blocks(request, num_tokens)
 
     def compute_instead(self, request: Request) -> None:

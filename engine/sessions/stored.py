@@ -147,6 +147,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
         **asdict(usage.cached_tokens_details),
     }
 

@@ -28,6 +28,7 @@ from kvstore.policy.return_model import (
 POLICIES = ("auto", "fifo", "lru", "return")
 _STATE_VERSION = 2
 LEAST_KNOWN = 10_000
+PIN_SHARE = 0.5  # of the largest tier, that a tenant's pins may take
 MAX_WAIT_S = 10.0  # to wait for a moment when nothing runs
 
 
@@ -321,6 +322,7 @@ class Steering:
         self._clock = clock
         self._capacities = dict(capacities)
         self._polled_s = -math.inf
+        self._pins: dict[str, dict[Conversation, int]] = {}  # blocks, by tenant; the last one pinned is the last
         self.state_was_bad = False
         try:
             self._start(state)
@@ -382,13 +384,33 @@ class Steering:
         """Conversations of which only the last stored block is known, from `make`. Best in few large batches."""
         self._conversations.adopt(found, self._clock())
 
-    def pin(self, conversation: Conversation, seconds: float | None, expires_s: float | None = None) -> None:
-        """See `KVConnector.pin`."""
+    def pin(
+        self, conversation: Conversation, seconds: float | None, expires_s: float | None = None,
+        tenant: str | None = None, num_blocks: int = 1,
+    ) -> None:  # fmt: skip
+        """See `KVConnector.pin`. num_blocks: of its chain."""
         if seconds is not None:
             conversation.pinned_until_s = self._clock() + seconds
+            if tenant is not None:
+                self._limit_pins(tenant, conversation, num_blocks)
         if expires_s is not None:
             conversation.expires_s = expires_s
         self.refresh(conversation)
+
+    def _limit_pins(self, tenant: str, conversation: Conversation, num_blocks: int) -> None:
+        """End pins of a tenant beyond its share, those first that were pinned first."""
+        pins, now_s = self._pins.pop(tenant, {}), self._clock()
+        pins.pop(conversation, None)
+        pins[conversation] = num_blocks
+        pins = {one: size for one, size in pins.items() if one.pinned_until_s > now_s}
+        num_beyond = sum(pins.values()) - PIN_SHARE * max(self._capacities.values())
+        while num_beyond > 0:
+            earliest = next(iter(pins))
+            num_beyond -= pins.pop(earliest)
+            earliest.pinned_until_s = 0.0
+            self.refresh(earliest)
+        if pins:
+            self._pins[tenant] = pins
 
     def refresh(self, conversation: Conversation) -> None:
         """Note that its state has changed, on which orders depend."""

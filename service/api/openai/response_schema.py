@@ -11,12 +11,14 @@ from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, c
 from kvstore.engine.text.prompts import in_order_of_calls
 from kvstore.errors import RequestError
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
+from kvstore.service.api.pinning import CacheOptions, pin_s_of
 from kvstore.service.api.schema import (
     CachedTokens,
     ContentPart,
     Count,
     MessageIn,
     Sampling,
+    breakpoints_in,
     message_of,
     text_of,
     usage_object,
@@ -94,7 +96,15 @@ class ResponseBody(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
+    prompt_cache_options: CacheOptions | None = None
     background: bool | None = None
+
+    @property
+    def pin_s(self) -> float | None:
+        """See `pin_s_of`. Raises ApiError 400."""
+        items = () if isinstance(self.input, str) else self.input
+        contents = [content for item in items for content in (item.content, item.output)]
+        return pin_s_of(self.prompt_cache_options, breakpoints_in(contents))
 
     @property
     def options(self) -> AnswerOptions:
@@ -167,11 +177,11 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cache_write_tokens is not counted. miss, thinking: see `PromptTokensDetails`."""
+    """See `PromptTokensDetails`."""
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
-    cache_write_tokens: int = 0
+    cache_write_tokens: int
     miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
 
@@ -236,9 +246,7 @@ class ResponseDeleted(msgspec.Struct):
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
     cached = usage.prompt_tokens_details
-    details = InputTokensDetails(
-        cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss, thinking=cached.thinking
-    )
+    details = InputTokensDetails(**msgspec.structs.asdict(cached))
     return ResponseUsage(
         usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
         usage.capped_max_tokens,

@@ -189,8 +189,9 @@ async def _wanted(
         said = [*before.transcript, *said]
     session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options
-    )
+        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options,
+        pin_s=body.pin_s,
+    )  # fmt: skip
     return wanted, before if goes_on else None
 
 
@@ -224,7 +225,9 @@ def _opened(
         if system:
             messages.insert(0, {"role": "system", "content": system})
         named = name_of(request.headers, body)
-        history = StatelessRequest(wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named)
+        history = StatelessRequest(
+            wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named, pin_s=wanted.pin_s
+        )
         return open_stateless(context, exchange, history)
     if before is None:
         return open_turn(context, exchange, wanted)
