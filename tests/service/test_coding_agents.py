@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.engines import save_model
 from tests.support.redis_server import free_port
-from tests.support.service.server_process import KEY, ServerProcess, launched
+from tests.support.service.server_process import ServerProcess, launched
+from tests.support.service.serving import KEY
 
 pytestmark = pytest.mark.agents
 SIZES = ("--hbm", "32MiB", "--cpu", "64MiB", "--disk", "512MiB", "--served-model-name", "kvstore")
