@@ -22,7 +22,7 @@ from kvstore.service.http.errors import unavailable
 from kvstore.service.replicas.replica import Head, Whole, refusal
 
 SESSION_PATH = re.compile(r"/sessions/([^/?]+)")
-RESPONSE_PATH = re.compile(r"/v1/responses/([^/?]+)")
+RESPONSE_PATH = re.compile(r"/v1/responses/(?!compact$)([^/?]+)")
 NEW_ON = (CHAT, "/v1/responses")  # where a request that names no session begins one
 MAX_OPENING = 8  # messages up to the first that a user has sent
 Answer = tuple[Head, bytes]
