@@ -64,6 +64,7 @@ def test_calls_that_must_be_made(compiler):
         assert is_allowed(compiler, required, text)
     for text in ("", "Hm" + CLOCK_CALL, WEATHER_CALL.replace("Rome", "Bonn"), WEATHER_CALL.replace("weather", "clock")):
         assert not is_allowed(compiler, required, text)
+    assert is_allowed(compiler, required, CLOCK_CALL * 16) and not is_allowed(compiler, required, CLOCK_CALL * 17)
     single = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
     one = language("hermes").constrained(PARAMS, single).structured_outputs
     assert is_allowed(compiler, one, CLOCK_CALL) and not is_allowed(compiler, one, CLOCK_CALL * 2)
@@ -132,6 +133,8 @@ def test_calls_in_one_list(compiler, name):
     lone, both = f"{opener}{utc}{closer}", f"{opener}{utc}{between}{rome}{closer}"
     required = known.constrained(PARAMS, AnswerOptions(TOOLS, "required")).structured_outputs
     assert is_allowed(compiler, required, lone) and is_allowed(compiler, required, both)
+    most, more = (opener + between.join([utc] * count) + closer for count in (16, 17))
+    assert is_allowed(compiler, required, most) and not is_allowed(compiler, required, more)
     for wrong in ("", opener + closer, lone + lone, f"{opener}{utc}{rome}{closer}", "Hm" + lone, both[:-1]):
         assert not is_allowed(compiler, required, wrong)
     single = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
