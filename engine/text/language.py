@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from kvstore.engine.outputs import Choice
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
-from kvstore.engine.text.answer_parser import AnswerParser, make_parser
+from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.call_arguments import GemmaGrammar, parameters_grammar, python_grammar
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.detokenizer import MAX_UNFINISHED, Detokenizer
@@ -167,11 +167,12 @@ class Language:
         """For one answer; None if its text is its content. `chat_template` has passed the options. begun: the answer
         that it continues.
         """
-        if self.answers is None or not (options.tools or self.answers.reasoning):
-            return None
         tools = [] if options.tool_choice == "none" else options.tools
+        if self.answers is None or not (tools or self.answers.reasoning):
+            return None
         template = self.chat_template(options, begun is not None)
-        return make_parser(self.answers, template.opening if begun is None else template.opening_with(begun), tools)
+        prefix = template.opening if begun is None else template.opening_with(begun)
+        return AnswerParser(self.answers, prefix, tools)
 
     def parser(self, options: AnswerOptions, begun: Message | None = None) -> Callable[[], AnswerParser | None]:
         """What makes the parsers of a request's answers."""

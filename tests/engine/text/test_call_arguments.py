@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from kvstore import AnswerOptions, RequestError, SamplingParams
-from kvstore.engine.text.answer_parser import make_parser
+from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.response_template import choose_template
@@ -75,7 +75,7 @@ class Gemma:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def read(self, text):
-        parser = make_parser(self.language.answers, "", [{"type": "function", "function": {"name": "note"}}])
+        parser = AnswerParser(self.language.answers, "", [{"type": "function", "function": {"name": "note"}}])
         events = [*parser.feed(text), *parser.finish("stop")]
         return [json.loads(event.arguments) for event in events if getattr(event, "state", "") == "whole"]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore import AnswerOptions, RequestError, SamplingParams, StructuredOutputsParams
-from kvstore.engine.text.answer_parser import make_parser
+from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.response_template import choose_template
@@ -145,7 +145,7 @@ def test_calls_in_one_list(compiler, name):
     for text in ("", "Hm", "Hm" + both, lone):
         assert is_allowed(compiler, may, text)
     assert not is_allowed(compiler, may, "Hm" + both.replace("Rome", "Bonn"))
-    parser = make_parser(known.answers, "", TOOLS)
+    parser = AnswerParser(known.answers, "", TOOLS)
     events = [*parser.feed(both), *parser.finish("stop")]
     assert [(event.name, event.arguments) for event in events if getattr(event, "state", "") == "whole"] == [
         ("clock", UTC.replace(":", ": ")), ("weather", ROME.replace(":", ": ").replace(",", ", "))
@@ -187,7 +187,7 @@ def test_calls_in_python(compiler):
     required = known.constrained(PARAMS, AnswerOptions([NOTE], "required")).structured_outputs
     for text, arguments in WRITTEN.items():
         assert is_allowed(compiler, required, text)
-        parser = make_parser(known.answers, "", [NOTE])
+        parser = AnswerParser(known.answers, "", [NOTE])
         events = [*parser.feed(text), *parser.finish("stop")]
         whole = [(event.name, json.loads(event.arguments)) for event in events if event.state == "whole"]
         assert whole == [("note.add", given) for given in arguments]
@@ -203,6 +203,14 @@ def test_what_is_no_name_in_python_cannot_be_called_in_it(name, argument):
     tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
     with pytest.raises(RequestError, match=r"as Python, where '.*' cannot be a name"):
         language("pythonic").constrained(PARAMS, AnswerOptions([tool], "required"))
+
+
+def test_without_tools_and_reasoning_there_is_no_parser():
+    assert language("granite").new_parser() is None
+    assert language("granite").new_parser(AnswerOptions(TOOLS, "none")) is None
+    assert language("granite").new_parser(AnswerOptions(TOOLS)) is not None
+    assert language("hermes", reasons=True).new_parser() is not None
+    assert replace(language("hermes"), answers=None).new_parser(AnswerOptions(TOOLS)) is None
 
 
 def test_what_nothing_can_hold_a_model_to_is_refused():
