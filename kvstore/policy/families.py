@@ -38,11 +38,9 @@ class Families:
         family.last, family.used_s = conversation, now_s
         return list(family.callers) if was_silent else []
 
-    def end_request(self, conversation: Conversation, now_s: float) -> None:
-        """Its request has ended or was preempted; the conversation has the answer."""
-        family, answer = conversation.family, conversation.answer
-        if family is None:
-            return
+    def end_request(self, conversation: Conversation, family: Family, now_s: float) -> None:
+        """A request of this member has ended or was preempted; the conversation has the answer."""
+        answer = conversation.answer
         family.num_open -= 1
         family.last, family.used_s = conversation, now_s
         if answer is not None and answer.calls_tool and not conversation.num_open:

@@ -366,8 +366,10 @@ class Steering:
         """
         now_s = self._clock()
         conversation = self._conversations.arrive(chain, now_s, known, is_stored)
-        for one in (conversation, *self._families.arrive(conversation, name, now_s)):
-            self.refresh(one)
+        self.refresh(conversation)
+        if name or conversation.family is not None:
+            for one in self._families.arrive(conversation, name, now_s):
+                self.refresh(one)
         prefix = conversation.prefix if conversation.turn == 1 else None
         while prefix is not None:
             self.refresh(prefix.entry)
@@ -378,7 +380,8 @@ class Steering:
         """The request has ended or was preempted. chain: with its answer."""
         now_s = self._clock()
         self._conversations.end_request(conversation, chain, now_s, answer)
-        self._families.end_request(conversation, now_s)
+        if conversation.family is not None:
+            self._families.end_request(conversation, conversation.family, now_s)
         self.refresh(conversation)
 
     def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
