@@ -71,8 +71,9 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
-    if not request.content.is_eof():
-        response.force_close()  # the rest of the body must not be read as the next request
+    # The rest of a body must not be read as the next request. Who is told to go elsewhere must connect anew.
+    if not request.content.is_eof() or context_of(request).limits.is_draining:
+        response.force_close()
         response.headers["Connection"] = "close"
 
 

@@ -164,7 +164,7 @@ class Replica:
         that is being started again is still this server's to wait for.
         """
         if self._closing is None:
-            async with self._client.get("http://localhost/health") as reply:
+            async with self._client.get("http://localhost/livez") as reply:
                 if reply.status != 200:
                     raise KVStoreError(f"{self._place.name} has failed: {(await reply.text())[:200]}")
 
