@@ -32,6 +32,7 @@ from kvstore.service.api import prefill
 from kvstore.service.api.context import Context
 from kvstore.service.api.health import watch
 from kvstore.service.api.metrics import Metrics
+from kvstore.service.api.traces import Traces
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
 from kvstore.service.http.connection import SEND_BUFFER_BYTES, AcceptErrors, Connection, Connections, ensure_descriptors
@@ -214,7 +215,8 @@ class Server:
         self._tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
         access = Access(options, fleet_key)
         limits = Limits(options, is_shared=len(access.tenants) > 1)
-        self.context = Context(options, access, limits, Metrics(), int(time.time()))
+        traces = None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint)
+        self.context = Context(options, access, limits, Metrics(), int(time.time()), traces)
         self.connections = Connections(options)
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None
@@ -318,6 +320,9 @@ class Server:
             await self._runner.cleanup()
         if has_engine:
             await self.context.engine.close()
+        if self.context.traces is not None:
+            sending = self.context.traces.close()
+            await _until(lambda: not sending.is_alive(), LAST_WORDS_S)
 
 
 def _cause(error: OSError) -> str:

@@ -46,6 +46,10 @@ def _replica_counts(text: str) -> tuple[int, int]:
 
 
 REPLICAS = ValueForm("N", _replica_counts, "a number such as 2, or the least and the most, such as 1-4")
+OTLP = ValueForm(
+    "URL", matching(r"https?://[^\s/]+(/\S*)?"), "the URL of a collector, such as http://localhost:4318/v1/traces",
+    is_place=True,
+)  # fmt: skip
 BODY_SIZE = ValueForm("SIZE", parse_size, "1KiB to 1GiB", 1024, 2**30)
 SECONDS = seconds(0.001)
 HOST = ValueForm(
@@ -113,6 +117,10 @@ class ServeOptions:
     log_level: str = setting(
         "info", one_of(*LOG_LEVELS),
         "debug, info, warning or error; debug shows polls of /health, /metrics and the like, too",
+    )  # fmt: skip
+    otlp_traces_endpoint: str | None = setting(
+        None, OTLP, "collector of OpenTelemetry that gets a span of each request by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces; needs the extra otel",
     )  # fmt: skip
     vllm_metrics: bool = setting(False, SWITCH, "show /metrics under vLLM's names, too, for what scrapes vllm:*")
     log_format: str = setting("text", one_of(*LOG_FORMATS), "text or json, one line a request")
