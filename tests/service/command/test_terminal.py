@@ -1,6 +1,7 @@
 """A conversation at a real terminal; progress as a bar in one, as lines elsewhere, and not of what is done at once."""
 
 import io
+import json
 import os
 import pty
 import subprocess
@@ -29,6 +30,7 @@ class Terminal:
 
     def __init__(self, *command: str) -> None:
         self._ours, theirs = pty.openpty()
+        os.environ["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody answers where the cursor is
         within = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
         self.process = subprocess.Popen(
             [*within, *command], cwd=ROOT, stdout=theirs, stderr=theirs, start_new_session=True
@@ -60,18 +62,69 @@ class Terminal:
 def test_ctrl_c_clears_the_line_and_ends_the_program_on_an_empty_one():
     terminal = Terminal(sys.executable, "-c", CHATS)
     try:
-        terminal.hear("you> ")
+        terminal.hear("you>")
         terminal.type("not this")
         terminal.hear("not this")
         terminal.type("\x03")
-        terminal.hear("you> ")
-        terminal.type("but this\n")
+        terminal.hear("you>")
+        terminal.type("but this\r")
         terminal.hear("BUT THIS")
-        terminal.hear("you> ")
+        terminal.hear("you>")
         terminal.type("\x03")
         assert terminal.process.wait(TIMEOUT_S) == 130
     finally:
         terminal.close()
+
+
+def test_lines_pasted_and_added_are_one_message_and_the_arrows_bring_it_back():
+    terminal = Terminal(sys.executable, "-c", CHATS)
+    try:
+        terminal.hear("you>")
+        terminal.type("\x1b[200~first\nsecond\x1b[201~")
+        terminal.hear("second")
+        terminal.type("\x1b\rthird")
+        terminal.hear("third")
+        terminal.type("\r")
+        terminal.hear("FIRST\r\nSECOND\r\nTHIRD")
+        terminal.hear("you>")
+        terminal.type("\x1b[A")
+        terminal.hear("third")
+        terminal.type("!\r")
+        terminal.hear("FIRST\r\nSECOND\r\nTHIRD!")
+        terminal.hear("you>")
+        terminal.type("/he\t")
+        terminal.hear("/help")
+        terminal.type("\r")
+        terminal.hear("Alt-Enter begins another line")
+        terminal.hear("you>")
+        terminal.type("\x04")
+        assert terminal.process.wait(TIMEOUT_S) == 0
+    finally:
+        terminal.close()
+
+
+def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
+    """With the real engine: what was said before a restart comes back with the arrow keys, and is retried in a fork."""
+    command = [sys.executable, "-m", "kvstore.service.command.cli", "chat", "--config", "/dev/null", "--store",
+               str(tmp_path / "store"), "--disk", "64MiB", "--hbm", "4MiB", "--max-tokens", "4"]  # fmt: skip
+    for lines in (["hello there\r"], ["\x1b[A!\r", "/retry\r", "/undo\r"]):
+        terminal = Terminal(*command)
+        try:
+            for line in lines:
+                terminal.hear("you>")
+                terminal.type(line)
+                terminal.hear("without the last turn" if line.startswith("/") else "prompt ")
+            terminal.hear("you>")
+            terminal.type(f"/save {tmp_path}/{len(lines)}.json\r")
+            terminal.hear("messages in")
+            terminal.hear("you>")
+            terminal.type("\x04")
+            assert terminal.process.wait(TIMEOUT_S) == 0
+        finally:
+            terminal.close()
+    said = [json.loads((tmp_path / f"{number}.json").read_text()) for number in (1, 3)]
+    assert [message["content"] for message in said[0]["messages"]][::2] == ["hello there"]
+    assert said[1]["session_id"] == "terminal-3" and said[1]["messages"] == said[0]["messages"]
 
 
 class Noted(io.StringIO):
