@@ -243,12 +243,13 @@ class Server:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
 
     async def _listening(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-        loop, options, times = asyncio.get_running_loop(), self.options, {}
+        loop, options, tls = asyncio.get_running_loop(), self.options, dict[str, Any]()
         if self._tls is not None:
-            times = {"ssl_handshake_timeout": options.header_timeout_s, "ssl_shutdown_timeout": LAST_WORDS_S}
+            tls = {"ssl": self._tls, "ssl_handshake_timeout": options.header_timeout_s}
+            tls["ssl_shutdown_timeout"] = LAST_WORDS_S
         if options.uds is not None:
-            return await loop.create_unix_server(protocol, sock=unix_socket(options.uds), ssl=self._tls, **times)
-        return await loop.create_server(protocol, options.host, options.port, ssl=self._tls, **times)
+            return await loop.create_unix_server(protocol, sock=unix_socket(options.uds), **tls)
+        return await loop.create_server(protocol, options.host, options.port, **tls)
 
     def _why_not(self, error: OSError) -> str:
         host, port, uds = self.options.host, self.options.port, self.options.uds

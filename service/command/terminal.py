@@ -248,7 +248,7 @@ class TerminalChat:
 
     # -- commands: each takes what stands behind its name ------------------------------------------------------------
     def help(self, _: str) -> None:
-        for name, (takes, about, _) in COMMANDS.items():
+        for name, (takes, about, _method) in COMMANDS.items():
             print(f"{f'{name} {takes}':<20}{about}")
         print(KEYS)
 
