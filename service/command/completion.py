@@ -14,9 +14,9 @@ SHELLS = ("bash", "zsh", "fish")
 COMMAND = Command(
     "completion",
     {"shell": (Option("SHELL", one_of(*SHELLS), None, ", ".join(SHELLS), mirrored=False),)},
-    'examples:\n  eval "$(kvstore completion bash)"                                     in ~/.bashrc\n'
-    '  eval "$(kvstore completion zsh)"                                      in ~/.zshrc, after compinit\n'
-    "  kvstore completion fish > ~/.config/fish/completions/kvstore.fish",
+    "examples:\n  kvstore completion fish > ~/.config/fish/completions/kvstore.fish\n"
+    '  eval "$(kvstore completion bash)"                             in ~/.bashrc\n'
+    '  eval "$(kvstore completion zsh)"                              in ~/.zshrc, after compinit',
     "SHELL",
     "one SHELL at most",
 )
