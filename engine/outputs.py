@@ -159,6 +159,7 @@ class Timings:
     prefill_s: float | None = None  # from its first step to its first token, loads from CPU included
     ttft_s: float | None = None  # the sum of these three
     decode_s: float | None = None  # from its first token to its end
+    arrival_s: float | None = None  # when it came, on the clock of time.monotonic; set at its end
 
 
 @dataclass(frozen=True, slots=True)
