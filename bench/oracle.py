@@ -89,9 +89,9 @@ class Oracle(Steering):
         self._orders = {tier: FurthestFirst(self._next_s) for tier in capacities}  # type: ignore[misc]
 
     def arrive(
-        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False
+        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False, name: bytes = b""
     ) -> Conversation:
-        conversation = super().arrive(chain, known, is_stored)
+        conversation = super().arrive(chain, known, is_stored, name)
         requests, size = self._trace.requests, self._trace.block_size
         while prompt_of(requests[self._num_arrived], size) != chain:  # one that was refused
             self._num_arrived += 1

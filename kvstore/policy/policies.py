@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvstore.policy.conversation import MAX_KNOWN, Answer, Conversation, Conversations
+from kvstore.policy.families import Families
 from kvstore.policy.prefixes import Prefixes
 from kvstore.policy.return_model import ReturnLearner, ReturnModel, bucket_of
 
@@ -35,9 +36,9 @@ def policy_in_force(policy: str) -> str:
 class EvictionOrder:
     """Conversations of one tier with a block to evict now, the least valuable first.
 
-    The order: expired ones; ordinary ones by policy; pinned ones, by the end of their pins; those that a waiting
-    request wants (expired or not), the last to be served first; those with a running request. So pins and wants are
-    priorities, not locks.
+    The order: expired ones; ordinary ones by policy; those that wait for sub-agents and pinned ones, by the end of
+    that; those that a waiting request wants (expired or not), the last to be served first; those with a running
+    request. So pins and wants are priorities, not locks.
 
     Nothing is kept sorted: values change with time. A sample of members is valued, and the lowest sixteenth of it are
     candidates, taken one after the other, as in the approximated LRU of Redis; each is valued again when it is taken.
@@ -135,10 +136,10 @@ class EvictionOrder:
             value = (4,)
         elif conversation.expires_s <= now_s:
             value = (0, conversation.expires_s)
-        elif pinned_until_s > now_s:
-            value = (2, pinned_until_s)
         else:
-            value = (1, *self._worth(conversation, now_s))
+            if conversation.family is not None:
+                pinned_until_s = max(pinned_until_s, conversation.family.keeps_until_s(conversation, now_s))
+            value = (2, pinned_until_s) if pinned_until_s > now_s else (1, *self._worth(conversation, now_s))
         return (*value, conversation.number, conversation.branch)
 
     def _by_rank(self, conversation: Conversation, now_s: float) -> tuple[float, ...]:
@@ -185,6 +186,7 @@ class Steering:
             self._prefixes = Prefixes(self._learner, max(self._capacities.values(), default=0))
         begin_prefix = None if self._prefixes is None else self._prefixes.begin
         self._conversations = Conversations(self._learner, most, begin_prefix)
+        self._families = Families()
         self._orders = {tier: EvictionOrder(self._policy, self._model, self._clock) for tier in self._capacities}
 
     def order(self, tier: str) -> EvictionOrder:
@@ -201,11 +203,17 @@ class Steering:
         return self._conversations.make(now_s if used_s is None else min(used_s, now_s), block_id)
 
     def arrive(
-        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False
+        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False, name: bytes = b""
     ) -> Conversation:
-        """A request was queued; see `Conversations.arrive`. Each call needs an `end_request`."""
-        conversation = self._conversations.arrive(chain, self._clock(), known, is_stored)
+        """A request was queued; see `Conversations.arrive`. name: its client's, which sub-agents share. Each call needs
+        an `end_request`.
+        """
+        now_s = self._clock()
+        conversation = self._conversations.arrive(chain, now_s, known, is_stored)
         self.refresh(conversation)
+        if name or conversation.family is not None:
+            for one in self._families.arrive(conversation, name, now_s):
+                self.refresh(one)
         prefix = conversation.prefix if conversation.turn == 1 else None
         while prefix is not None:
             self.refresh(prefix.entry)
@@ -214,7 +222,10 @@ class Steering:
 
     def end_request(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
         """The request has ended or was preempted. chain: with its answer."""
-        self._conversations.end_request(conversation, chain, self._clock(), answer)
+        now_s = self._clock()
+        self._conversations.end_request(conversation, chain, now_s, answer)
+        if conversation.family is not None:
+            self._families.end_request(conversation, conversation.family, now_s)
         self.refresh(conversation)
 
     def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:

@@ -5,12 +5,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvstore.config import SESSION_ID
 from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
 from kvstore.engine.text.prompts import in_order_of_calls
 from kvstore.errors import RequestError
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
+from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.schema import (
     CachedTokens,
     ContentPart,
@@ -76,7 +78,9 @@ class Reasoning(msgspec.Struct):
 
 class ResponseBody(Sampling, kw_only=True):
     """input: a text, or messages. previous_response_id: the conversation goes on there; without `instructions` with
-    the same system prompt. store: false keeps no conversation."""
+    the same system prompt. conversation: an id, or an object with an `id`; that session goes on, or begins. store:
+    false keeps no conversation.
+    """
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
@@ -206,6 +210,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
+    conversation: dict[str, str] | None = None
     status: str
     error: None = None
     incomplete_details: IncompleteDetails | None = None
@@ -337,10 +342,22 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
         said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function, "type": "function"})
 
 
+def conversation_of(body: ResponseBody) -> str | None:
+    """The id of the conversation that goes on, or begins. Raises ApiError 400."""
+    if body.conversation is None:
+        return None
+    if body.previous_response_id is not None:
+        raise bad_request("conversation", "conversation and previous_response_id both say what goes on; give one")
+    name = name_of({}, Naming(conversation=body.conversation))
+    if not SESSION_ID.fullmatch(name):
+        message = f"conversation is {str(body.conversation)[:80]!r}; give an id of 1 to 128 letters, digits, '_' or '-'"
+        raise bad_request("conversation", message)
+    return name
+
+
 def check_supported(body: ResponseBody) -> None:
     """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
     asked: dict[str, Any] = {
-        "conversation": body.conversation is not None,
         "background": body.background,
         "cache_salt": body.cache_salt is not None,
     }

@@ -1,7 +1,8 @@
 """/v1/responses: OpenAI's way to hold a conversation, on the same sessions as /chat.
 
 A response is a turn of a session. A response that continues the last turn becomes the session's next turn. One that
-continues an earlier turn, or comes while another runs, begins a fork.
+continues an earlier turn, or comes while another runs, begins a fork. A conversation is the session of that id: its
+response is the next turn, whichever was the last one.
 """
 
 import re
@@ -29,7 +30,7 @@ from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, 
 from kvstore.service.api.schema import accept, sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
-from kvstore.service.http.errors import ApiError, Route, json_response
+from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
@@ -146,6 +147,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     draft = schema.ResponseObject(
         id="",
         created_at=int(time.time()),
+        conversation={"id": wanted.session_id} if wanted.create else None,
         status="in_progress",
         instructions=(before.system or None) if before is not None else wanted.system,
         max_output_tokens=wanted.params.max_tokens,
@@ -177,20 +179,28 @@ async def _wanted(
     system, said = schema.said_of(body)
     params = _params(context, body)
     tenant, request_key = tenant_of(request), request_key_of(request)
-    before = None
+    before, conversation, engine = None, schema.conversation_of(body), context.engine.engine
     if body.previous_response_id is not None:
         place = _place(body.previous_response_id, "previous_response_id")
-        engine = context.engine.engine
-        before = await context.engine.call(_before, engine, tenant, place, body.previous_response_id)
+        before = await context.engine.call(_before, engine, SessionKey(tenant, place[0]), place[1])
+        if before is None:
+            raise _unknown(body.previous_response_id, "previous_response_id")
+    elif conversation is not None:
+        before = await context.engine.call(_before, engine, SessionKey(tenant, conversation), None)
     goes_on = before is not None and system in (None, before.system)
     if before is not None and goes_on:
         system = None
+    elif before is not None and conversation is not None and body.store is not False:
+        message = "instructions are not those that the conversation began with; leave them out, or begin another one"
+        raise bad_request("instructions", message, "system_mismatch")
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
-    session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
+    session_id = conversation or await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
+    is_new = not goes_on and conversation is None
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options
-    )
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, conversation is not None,
+        options=body.options,
+    )  # fmt: skip
     return wanted, before if goes_on else None
 
 
@@ -203,15 +213,15 @@ def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
     return params
 
 
-def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> Before:
-    key = SessionKey(tenant, place[0])
+def _before(engine: Engine, key: SessionKey, number: int | None) -> Before | None:
+    """number: of the turn that is continued; None: the last one. None if it is not there."""
     engine.admin.expire(key)
-    state = engine.sessions.load(key, place[1])
+    state = engine.sessions.load(key, number)
     if state is None:
-        raise _unknown(name, "previous_response_id")
+        return None
     system = "".join(message["content"] for message in state.head.system)
     transcript = [message for message in state.messages if message["role"] != "system"]
-    return Before(Parent(*place), system, transcript)
+    return Before(Parent(key.session_id, number or state.head.num_turns), system, transcript)
 
 
 def _opened(
@@ -226,7 +236,7 @@ def _opened(
         named = name_of(request.headers, body)
         history = StatelessRequest(wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named)
         return open_stateless(context, exchange, history)
-    if before is None:
+    if before is None or wanted.create:
         return open_turn(context, exchange, wanted)
     return _going_on(context, exchange, wanted, before.parent)
 

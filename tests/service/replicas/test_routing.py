@@ -25,6 +25,7 @@ def key_of(path, body=None, tenant="", **headers):
         ("/v1/responses/resp_abc_3", None),
         ("/chat", {"message": "Hello.", "session_id": "abc", "user": "somebody"}),
         ("/v1/responses", {"input": "Hello.", "previous_response_id": "resp_abc_7", "prompt_cache_key": "other"}),
+        ("/v1/responses", {"input": "Hello.", "conversation": {"id": "abc"}}),
     ],
 )
 def test_all_that_names_a_session_goes_where_it_goes(path, body):
