@@ -24,6 +24,10 @@ waiting request needs, the one to be served last going first; last of all those 
 last class a conversation's copy on disk looked idle for as long as its request had been queued, and 0.675 of tokens
 were hit instead of 0.775 (the experiment of CachedAttention at 2 TB, see the log).
 
+No order is kept sorted, because values change while nobody asks. When a block must go, up to 512 conversations are
+valued, a sample if there are more, and the lowest sixteenth of them go one after the other, each valued again before.
+On the traces no hit rate differs by more than .001 from that of the exact order.
+
 What waiting requests need is the look-ahead of CachedAttention: as many requests of the scheduler's queue as fit
 into the CPU tier are prefetched, as many as fit into CPU and disk are protected. The windows are sums over the
 requests that really wait, where the paper divides capacities by a mean size. A quarter of the CPU tier is left for
