@@ -71,8 +71,9 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
-    if not request.content.is_eof():
-        response.force_close()  # the rest of the body must not be read as the next request
+    # The rest of a body must not be read as the next request. Who is told to go elsewhere must connect anew.
+    if not request.content.is_eof() or context_of(request).limits.is_draining:
+        response.force_close()
         response.headers["Connection"] = "close"
 
 
@@ -84,19 +85,19 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     exchange = request[EXCHANGE] = Exchange(
         given if REQUEST_ID.fullmatch(given) else new_request_id(), "unknown" if route is None else route.template
     )
-    started, status = time.perf_counter(), CLIENT_GONE
+    started_s, status = time.monotonic(), CLIENT_GONE
     try:
         response = await handler(request)
         status = exchange.status or response.status
         return response
     finally:
-        _tell(request, exchange, status, time.perf_counter() - started)
+        _tell(request, exchange, status, started_s)
 
 
-def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float) -> None:
-    path = exchange.route
+def _tell(request: web.Request, exchange: Exchange, status: int, started_s: float) -> None:
+    path, context, seconds = exchange.route, context_of(request), time.monotonic() - started_s
     trace = TRACE.fullmatch(request.headers.get("traceparent", ""))
-    context_of(request).metrics.request_ended(path, request.method, status, seconds)
+    context.metrics.request_ended(path, request.method, status, seconds)
     fields = {
         "request_id": exchange.request_id,
         "method": request.method[:20],
@@ -109,6 +110,9 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
         **_answered(exchange),
     }
     log("request", fields, logging.DEBUG if path in POLLED else logging.INFO)
+    if context.traces is not None and path not in POLLED:
+        answers = [output.timings for output in exchange.outputs]
+        context.traces.request_ended(fields, request.headers, answers, started_s)
 
 
 def _answered(exchange: Exchange) -> dict[str, object]:
@@ -166,7 +170,19 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             exchange.deadline.check_key = partial(context.access.check, request, route)
         if route.access != "public":
             _check_state(context)
+    elif isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        raise _nowhere(request)
     return await handler(request)
+
+
+def _nowhere(request: web.Request) -> ApiError:
+    """A client of OpenAI's is told which of those routes there are."""
+    message, prefix = "there is nothing at this path", "/v1/"
+    if request.path.startswith(prefix):
+        known = (getattr(one.handler, "route", None) for one in request.app.router.routes())
+        paths = {route.template for route in known if route is not None and route.path.startswith(prefix)}
+        message += f"; there are {', '.join(sorted(paths))}"
+    return ApiError(404, message, code="not_found")
 
 
 def _check_state(context: Context) -> None:

@@ -26,6 +26,7 @@ from kvstore.engine.text.prompts import CallIn, check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
 from kvstore.service.api.naming import Naming
+from kvstore.service.api.pinning import Breakpoint
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
 from kvstore.service.settings.options import nearest
 
@@ -90,6 +91,13 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+def breakpoints_in(contents: Iterable[object]) -> list[Breakpoint]:
+    """Of the contents of messages: texts, or lists of parts."""
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part.prompt_cache_breakpoint for part in parts if part.prompt_cache_breakpoint is not None]
 
 
 class MessageIn(msgspec.Struct):
@@ -418,12 +426,14 @@ class CachedTokens(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: a subset of prompt_tokens, and the sum of its details. miss: only where tokens were computed that
-    an earlier request of the conversation had. thinking: "kept" or "dropped", only where earlier answers had any.
+    """cached_tokens: a subset of prompt_tokens, and the sum of its details. cache_write_tokens: see `Usage`. miss: only
+    where tokens were computed that an earlier request of the conversation had. thinking: "kept" or "dropped", only
+    where earlier answers had any.
     """
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
+    cache_write_tokens: int
     miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
 
@@ -462,7 +472,8 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
     misses = [usage.miss for usage in usages if usage.miss is not None]
     thinking = next((usage.thinking for usage in usages if usage.thinking is not None), UNSET)
-    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET, thinking)
+    num_written = sum(usage.cache_write_tokens for usage in usages)
+    of_prompt = PromptTokensDetails(details.total, by_tier, num_written, misses[0] if misses else UNSET, thinking)
     return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)
 
 
