@@ -169,6 +169,14 @@ class ChatTemplate:
             return _TOOL in self.using([{"type": "function", "function": function}])._render([_user(_USER)])
         return False
 
+    @cached_property
+    def shows_late_system(self) -> bool:
+        """Whether a system message that comes after others is shown, and after them."""
+        with suppress(RequestError):
+            rendered = self._render([_user(_USER), {"role": "system", "content": _NEXT}])
+            return 0 <= rendered.find(_USER) < rendered.find(_NEXT)
+        return False
+
     def fault(self) -> str | None:
         """Why it cannot show a plain message, in one line: no chat would work. None: it can."""
         try:
