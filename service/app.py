@@ -171,7 +171,19 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             exchange.deadline.check_key = partial(context.access.check, request, route)
         if route.access != "public":
             _check_state(context)
+    elif isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        raise _nowhere(request)
     return await handler(request)
+
+
+def _nowhere(request: web.Request) -> ApiError:
+    """A client of OpenAI's is told which of those routes there are."""
+    message, prefix = "there is nothing at this path", "/v1/"
+    if request.path.startswith(prefix):
+        known = (getattr(one.handler, "route", None) for one in request.app.router.routes())
+        paths = {route.template for route in known if route is not None and route.path.startswith(prefix)}
+        message += f"; there are {', '.join(sorted(paths))}"
+    return ApiError(404, message, code="not_found")
 
 
 def _check_state(context: Context) -> None:

@@ -146,8 +146,6 @@ def _http_error(error: web.HTTPException) -> ApiError:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not possible here; use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
-    if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, "there is nothing at this path", code="not_found")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return ApiError(413, "the body is too large", code="body_too_large")
     if error.status >= 500:

@@ -1,5 +1,6 @@
 """Bodies, answers and events of /v1/responses, in OpenAI's shapes. Knows no handler."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -28,14 +29,13 @@ from kvstore.service.http.errors import bad_request
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-
-
+COMPACTED = "kvstore:"  # the mark of this server's summaries
 Parts = Annotated[list[ContentPart], Meta(max_length=4096)]
 
 
 class InputItem(msgspec.Struct):
-    """A message, a call of a function, or a call's output, as it is sent or as it came in an output. Reasoning is
-    passed over.
+    """A message, a call of a function, a call's output, or a compaction, as it is sent or as it came in an output.
+    Reasoning is passed over.
     """
 
     type: str | None = None
@@ -45,6 +45,7 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
+    encrypted_content: str | None = None
 
 
 class Format(msgspec.Struct, omit_defaults=True):
@@ -128,6 +129,29 @@ class ResponseBody(Sampling, kw_only=True):
             return super().constraints
         schema = JsonSchema(given.name, given.schema, given.strict) if given.type == "json_schema" else None
         return super().constraints | {"text.format": ResponseFormat(given.type, schema)}
+
+
+# The last message of a compaction, behind a history that the cache has.
+_COMPACT = (
+    "Sum up this conversation, so that somebody can go on with it who has only your summary: what is asked, what was "
+    "done and decided, what was found out, and what is left to do. Answer with the summary alone."
+)
+
+
+class CompactBody(ResponseBody, kw_only=True):
+    """What the summary is made of: `input`, after what previous_response_id names. `tools`, as in the request before,
+    keep its prompt, and so its KV.
+    """
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)] = msgspec.field(default_factory=list)
+
+    def asking(self) -> ResponseBody:
+        """The request for the summary. Raises ApiError 400 where there is nothing to sum up."""
+        if not self.input and self.previous_response_id is None:
+            raise bad_request("input", "input is missing; give it, or previous_response_id", "missing")
+        said = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        asked = [*said, InputItem(role="user", content=_COMPACT)]
+        return msgspec.structs.replace(self, input=asked, store=False, tool_choice="none" if self.tools else None)
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -232,6 +256,57 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
+class InputText(msgspec.Struct, kw_only=True):
+    type: str = "input_text"
+    text: str
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    type: str = "message"
+    id: str
+    role: str
+    status: str = "completed"
+    content: list[InputText]
+
+
+class CallOutput(msgspec.Struct, kw_only=True):
+    type: str = "function_call_output"
+    id: str
+    call_id: str
+    output: str
+    status: str = "completed"
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """A page of what a response answers: `InputMessage`, `CallOutput` and `OutputItem`. last_id: pass it as `after` to
+    get the next one.
+    """
+
+    object: str = "list"
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Compaction(msgspec.Struct, kw_only=True):
+    """encrypted_content: the summary itself, behind a mark. Whoever sends it back brings it into the prompt."""
+
+    type: str = "compaction"
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    """output: the messages of the user, and then a `Compaction`: the input of the next request."""
+
+    id: str
+    object: str = "response.compaction"
+    created_at: int
+    output: list[Any]
+    usage: ResponseUsage
+
+
 class ResponseDeleted(msgspec.Struct):
     id: str
     object: str
@@ -291,6 +366,31 @@ def reasoning_item(response_id: str, text: str | None, status: str) -> OutputRea
     return OutputReasoning(id="rs_" + response_id.removeprefix("resp_"), status=status, content=content)
 
 
+def input_items(name: str, messages: Sequence[Message]) -> list[Any]:
+    """A history as items; name: of its session, for their ids."""
+    items = list[Any]()
+    for index, message in enumerate(messages):
+        item_id = f"{name}_{index}"
+        if message["role"] == "assistant":
+            items += items_of(f"resp_{item_id}", message, "completed")
+        elif message["role"] == "tool":
+            items.append(CallOutput(id=f"fco_{item_id}", call_id=message["tool_call_id"], output=message["content"]))
+        else:
+            text = InputText(text=message["content"])
+            items.append(InputMessage(id=f"msg_{item_id}", role=message["role"], content=[text]))
+    return items
+
+
+def compacted(response_id: str, history: Sequence[Message], result: TurnResult) -> CompactedResponse:
+    """history: what was summed up."""
+    name = response_id.removeprefix("resp_")
+    summary = Compaction(id=f"cmp_{name}", encrypted_content=COMPACTED + result.message["content"])
+    users = input_items(name, [message for message in history if message["role"] == "user"])
+    return CompactedResponse(
+        id=response_id, created_at=int(result.created_s), output=[*users, summary], usage=usage_of(result)
+    )
+
+
 def call_item(call_id: str, name: str, arguments: str, status: str) -> OutputCall:
     item_id = "fc_" + call_id.removeprefix("call_")
     return OutputCall(id=item_id, call_id=call_id, name=name, arguments=arguments, status=status)
@@ -313,7 +413,7 @@ def said_of(body: ResponseBody) -> tuple[str | None, list[Message]]:
 
 _NEEDED = {
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"), "reasoning": (),
+    "function_call_output": ("call_id", "output"), "reasoning": (), "compaction": ("encrypted_content",),
 }  # fmt: skip
 
 
@@ -333,6 +433,10 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
     elif kind == "function_call_output":
         text = text_of(item.output or "", f"{param}.output")
         said.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    elif kind == "compaction":
+        if not (item.encrypted_content or "").startswith(COMPACTED):
+            raise bad_request(f"{param}.encrypted_content", f"{param} is no compaction of this server; leave it out")
+        said.append({"role": "assistant", "content": (item.encrypted_content or "").removeprefix(COMPACTED)})
     elif kind == "function_call":
         if not said or said[-1]["role"] != "assistant":
             said.append({"role": "assistant", "content": ""})

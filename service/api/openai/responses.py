@@ -4,6 +4,7 @@ A response is a turn of a session. A response that continues the last turn becom
 continues an earlier turn, or comes while another runs, begins a fork.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -28,11 +29,13 @@ from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
 from kvstore.service.api.schema import accept, sampling_params
 from kvstore.service.api.sessions import turns
+from kvstore.service.api.sessions.routes import EmptyBody, read_optional_body, whole_number
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
-from kvstore.service.http.errors import ApiError, Route, json_response
+from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
+DEFAULT_ITEMS, MAX_ITEMS = 20, 100  # OpenAI's
 Turns = Sequence[Turn[TurnResult]]
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
 
@@ -139,6 +142,16 @@ class ResponsesDialect(Dialect[TurnResult]):
         return kind, {"type": kind, "sequence_number": next(self.numbers), **fields}
 
 
+@dataclass(slots=True)
+class CompactionDialect(Dialect[TurnResult]):
+    """A summary, in one piece. history: what it sums up."""
+
+    history: Sequence[Message]
+
+    def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.CompactedResponse:
+        return schema.compacted(response_id(turns[0].session_id, None), self.history, results[0])
+
+
 async def create(request: web.Request) -> web.StreamResponse:
     context, body = await accept(request, schema.ResponseBody)
     schema.check_supported(body)
@@ -164,6 +177,16 @@ async def create(request: web.Request) -> web.StreamResponse:
     )
     opened = _opened(request, body, wanted, before)
     return await answer(request, opened, ResponsesDialect(draft), body.stream)
+
+
+async def compact(request: web.Request) -> web.StreamResponse:
+    """A summary of a conversation, as the answer to one message more: what came before is hit. Nothing is stored."""
+    context, body = await accept(request, schema.CompactBody)
+    schema.check_supported(body)
+    asking = body.asking()
+    wanted, before = await _wanted(context, request, asking)
+    history = [*(() if before is None else before.transcript), *wanted.messages[:-1]]
+    return await answer(request, _opened(request, asking, wanted, before), CompactionDialect(history), None)
 
 
 async def _wanted(
@@ -292,6 +315,39 @@ def _stored(head: SessionHead, record: TurnRecord) -> schema.ResponseObject:
     return schema.completed(draft, turns.result_of(head.key.session_id, record))
 
 
+async def input_items(request: web.Request) -> web.Response:
+    """What a stored response answers: the conversation up to it, the last item first unless `order` is "asc"."""
+    context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
+    session_id, number = _place(name, "response_id")
+    key, limit = SessionKey(tenant, session_id), whole_number(request, "limit", DEFAULT_ITEMS, 1, MAX_ITEMS)
+    if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
+        raise bad_request("order", f"order is {order[:40]!r}; give asc or desc")
+    await context.engine.call(_read, context.engine.engine, key, number, name)
+    before = await context.engine.call(_before, context.engine.engine, tenant, (session_id, number), name)
+    items = schema.input_items(session_id, before.transcript[:-1])
+    items = items if order == "asc" else items[::-1]
+    if (after := request.query.get("after")) is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise bad_request("after", f"after is {after[:160]!r}, and no item of this response has that id")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
+    return json_response(schema.ItemList(data=page, first_id=first_id, last_id=last_id, has_more=len(items) > limit))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """End a stored response that is being made, and keep what was said. One that has ended stays as it is."""
+    context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
+    session_id, number = _place(name, "response_id")
+    await read_optional_body(request, EmptyBody)
+    hold = context.claims.on(SessionKey(tenant, session_id))
+    if hold is not None and hold.owner is not None and hold.owner.number == number:
+        await hold.owner.stop()
+        await asyncio.wait([hold.owner.task])
+    return await show(request)
+
+
 async def delete(request: web.Request) -> web.Response:
     """Delete the whole conversation: later turns quote this response, and so does their KV."""
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
@@ -306,5 +362,17 @@ _TAG, _ANSWER = "responses", schema.ResponseObject
 ROUTES = (
     Route("POST", ROUTE, create, "user", "A response, as one turn of a session.", schema.ResponseBody, _ANSWER, _TAG),
     Route("GET", f"{ROUTE}/{{id}}", show, "user", "A stored response.", None, _ANSWER, _TAG),
+    Route("GET", f"{ROUTE}/{{id}}/input_items", input_items, "user", "What it answers.", None, schema.ItemList, _TAG),
+    Route("POST", f"{ROUTE}/{{id}}/cancel", cancel, "user", "End it, keeping what was said.", EmptyBody, _ANSWER, _TAG),
+    Route(
+        "POST",
+        f"{ROUTE}/compact",
+        compact,
+        "user",
+        "A summary to go on with.",
+        schema.CompactBody,
+        schema.CompactedResponse,
+        _TAG,
+    ),
     Route("DELETE", f"{ROUTE}/{{id}}", delete, "user", "Delete its conversation.", None, schema.ResponseDeleted, _TAG),
 )
