@@ -204,9 +204,8 @@ def _system_of(system: str | list[TextBlock] | None) -> tuple[str, str]:
     """The system prompt, and the line with which Claude Code names itself to whoever bills: it is another one in each
     session, and stands before all that sessions share. `cch` in it is another one in each request, and is left out.
     """
-    texts = (
-        [system] if isinstance(system, str) else [text_of([one], f"system[{i}]") for i, one in enumerate(system or ())]
-    )
+    text_of(system or "", "system")  # refuses blocks that are no text
+    texts = [system] if isinstance(system, str) else [block.text or "" for block in system or ()]
     lines = list[str]()
     for index, text in enumerate(texts):
         if text.startswith(ATTRIBUTION):
@@ -290,18 +289,18 @@ def _answer_of(blocks: Sequence[Block], param: str) -> Message:
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
-class OutputText(msgspec.Struct, tag_field="type", tag="text"):
+class MessageText(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
-class OutputThinking(msgspec.Struct, tag_field="type", tag="thinking"):
+class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
     """signature: for clients that keep no thinking without one; nothing depends on it."""
 
     thinking: str
     signature: str
 
 
-class OutputCall(msgspec.Struct, tag_field="type", tag="tool_use"):
+class MessageCall(msgspec.Struct, tag_field="type", tag="tool_use"):
     """input: an object, as the model wrote it."""
 
     id: str
@@ -352,7 +351,7 @@ class MessageObject(msgspec.Struct, kw_only=True):
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[OutputText | OutputThinking | OutputCall] = []
+    content: list[MessageText | MessageThinking | MessageCall] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
@@ -363,14 +362,14 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-def content_of(choice: Choice, signature: str) -> list[OutputText | OutputThinking | OutputCall]:
-    content: list[OutputText | OutputThinking | OutputCall] = []
+def content_of(choice: Choice, signature: str) -> list[MessageText | MessageThinking | MessageCall]:
+    content: list[MessageText | MessageThinking | MessageCall] = []
     if choice.reasoning:
-        content.append(OutputThinking(choice.reasoning, signature))
+        content.append(MessageThinking(choice.reasoning, signature))
     if choice.content:
-        content.append(OutputText(choice.content))
+        content.append(MessageText(choice.content))
     return content + [
-        OutputCall(call.id, call.name, msgspec.Raw(call.arguments.encode())) for call in choice.tool_calls
+        MessageCall(call.id, call.name, msgspec.Raw(call.arguments.encode())) for call in choice.tool_calls
     ]
 
 
