@@ -264,8 +264,11 @@ class StoredSession:
 
 
 class Owner(Protocol):
-    """Who computes an answer in an event loop. is_abandoned: nobody reads it any more."""
+    """Who computes an answer in an event loop. number: of the turn, once it has begun. is_abandoned: nobody reads it
+    any more.
+    """
 
+    number: int | None
     is_abandoned: bool
 
     async def stop(self) -> None:

@@ -142,16 +142,6 @@ class ResponsesDialect(Dialect[TurnResult]):
         return kind, {"type": kind, "sequence_number": next(self.numbers), **fields}
 
 
-@dataclass(slots=True)
-class CompactionDialect(Dialect[TurnResult]):
-    """A summary, in one piece. history: what it sums up."""
-
-    history: Sequence[Message]
-
-    def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.CompactedResponse:
-        return schema.compacted(response_id(turns[0].session_id, None), self.history, results[0])
-
-
 async def create(request: web.Request) -> web.StreamResponse:
     context, body = await accept(request, schema.ResponseBody)
     schema.check_supported(body)
@@ -179,14 +169,16 @@ async def create(request: web.Request) -> web.StreamResponse:
     return await answer(request, opened, ResponsesDialect(draft), body.stream)
 
 
-async def compact(request: web.Request) -> web.StreamResponse:
+async def compact(request: web.Request) -> web.Response:
     """A summary of a conversation, as the answer to one message more: what came before is hit. Nothing is stored."""
     context, body = await accept(request, schema.CompactBody)
     schema.check_supported(body)
     asking = body.asking()
     wanted, before = await _wanted(context, request, asking)
     history = [*(() if before is None else before.transcript), *wanted.messages[:-1]]
-    return await answer(request, _opened(request, asking, wanted, before), CompactionDialect(history), None)
+    async with _opened(request, asking, wanted, before) as (turn,):
+        result = await turn.result()
+    return json_response(schema.compacted(response_id(result.session_id, None), history, result))
 
 
 async def _wanted(
@@ -344,7 +336,7 @@ async def cancel(request: web.Request) -> web.Response:
     hold = context.claims.on(SessionKey(tenant, session_id))
     if hold is not None and hold.owner is not None and hold.owner.number == number:
         await hold.owner.stop()
-        await asyncio.wait([hold.owner.task])
+        await asyncio.wrap_future(hold.released)
     return await show(request)
 
 
