@@ -309,8 +309,9 @@ class MessageCall(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """The first three add up to the prompt's tokens. cache_creation_input_tokens: see `Usage.cache_write_tokens`. Those
-    after output_tokens are ours, as in chat completions, and come with the answer's end.
+    """The first three add up to the prompt's tokens. cache_creation_input_tokens: see `Usage.cache_write_tokens`; the
+    prompt's last token counts as input_tokens. What follows output_tokens is ours, as in chat completions, and comes
+    with the answer's end.
     """
 
     input_tokens: int
@@ -326,9 +327,12 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
     def of(cls, usage: Usage) -> Self:
         known = usage_object(usage)
         prompt = known.prompt_tokens_details
+        num_computed = known.prompt_tokens - prompt.cached_tokens
+        # Claude Code takes no input_tokens at a stream's end for "as at its beginning", and counts the prompt twice.
+        num_written = min(prompt.cache_write_tokens, num_computed - 1)
         return cls(
-            input_tokens=known.prompt_tokens - prompt.cached_tokens - prompt.cache_write_tokens,
-            cache_creation_input_tokens=prompt.cache_write_tokens,
+            input_tokens=num_computed - num_written,
+            cache_creation_input_tokens=num_written,
             cache_read_input_tokens=prompt.cached_tokens,
             output_tokens=known.completion_tokens,
             cached_tokens_details=prompt.cached_tokens_details,

@@ -76,6 +76,8 @@ def test_a_message_whole_and_streamed(client):
     whole = client.messages.create(**asked)
     (block,) = whole.content
     assert (whole.type, whole.role, whole.model, whole.stop_reason) == ("message", "assistant", MODEL, "end_turn")
+    # Claude Code would take 0 for what the stream's beginning says: all 16.
+    assert (whole.usage.input_tokens, whole.usage.cache_creation_input_tokens) == (1, 15)
     assert block.type == "text" and block.text and whole.id.startswith("msg_") and whole.stop_sequence is None
     with client.messages.stream(**asked) as stream:
         assert "".join(stream.text_stream) == block.text
