@@ -115,9 +115,8 @@ class MessagesDialect(Dialect[TurnResult]):
 # -- the routes --------------------------------------------------------------------------------------------------------
 async def create(request: web.Request) -> web.StreamResponse:
     context, body, said = await _asked(request)
-    params = sampling_params(
-        body, context.engine.engine.facts.sampling_defaults, stop=body.stop_sequences or body.stop
-    )  # fmt: skip
+    defaults = context.engine.engine.facts.sampling_defaults
+    params = sampling_params(body, defaults, stop=body.stop_sequences or body.stop)
     continues = said[-1]["role"] == "assistant"
     if continues and "tool_calls" in said[-1]:
         where = f"messages[{len(body.messages) - 1}].content"
