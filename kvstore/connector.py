@@ -211,7 +211,7 @@ class NullConnector(KVConnector):
         chain, num_tokens, num_hit = request.chain, len(request.token_ids), request.num_hbm_tokens
         # All its full blocks are there, if what is left is less than one of them.
         is_stored = bool(chain) and num_tokens - num_hit < num_hit / len(chain)
-        found = self._steering.arrive(chain, request.conversation, is_stored)
+        found = self._steering.arrive(chain, request.conversation, is_stored, request.name)
         self._requests[request.request_id] = (found, list(chain))
         self._look_ahead.add(request.request_id, request.key, found, round(num_hit * len(chain) / max(num_tokens, 1)))
         return Arrival((), found)

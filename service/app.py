@@ -73,8 +73,9 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
-    if not request.content.is_eof():
-        response.force_close()  # the rest of the body must not be read as the next request
+    # The rest of a body must not be read as the next request. Who is told to go elsewhere must connect anew.
+    if not request.content.is_eof() or context_of(request).limits.is_draining:
+        response.force_close()
         response.headers["Connection"] = "close"
 
 
@@ -86,19 +87,19 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     exchange = request[EXCHANGE] = Exchange(
         given if REQUEST_ID.fullmatch(given) else new_request_id(), "unknown" if route is None else route.template
     )
-    started, status = time.perf_counter(), CLIENT_GONE
+    started_s, status = time.monotonic(), CLIENT_GONE
     try:
         response = await handler(request)
         status = exchange.status or response.status
         return response
     finally:
-        _tell(request, exchange, status, time.perf_counter() - started)
+        _tell(request, exchange, status, started_s)
 
 
-def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float) -> None:
-    path = exchange.route
+def _tell(request: web.Request, exchange: Exchange, status: int, started_s: float) -> None:
+    path, context, seconds = exchange.route, context_of(request), time.monotonic() - started_s
     trace = TRACE.fullmatch(request.headers.get("traceparent", ""))
-    context_of(request).metrics.request_ended(path, request.method, status, seconds)
+    context.metrics.request_ended(path, request.method, status, seconds)
     fields = {
         "request_id": exchange.request_id,
         "method": request.method[:20],
@@ -111,6 +112,9 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
         **_answered(exchange),
     }
     log("request", fields, logging.DEBUG if path in POLLED else logging.INFO)
+    if context.traces is not None and path not in POLLED:
+        answers = [output.timings for output in exchange.outputs]
+        context.traces.request_ended(fields, request.headers, answers, started_s)
 
 
 def _answered(exchange: Exchange) -> dict[str, object]:

@@ -284,6 +284,7 @@ class LocalCore:
             turn_starts=prompt.turn_starts,
             num_had=prompt.num_had,
             had_s=prompt.had_s,
+            name=prompt.conversation,
         )
         first.children = [first.sibling(index) for index in range(1, params.n)]
         return first

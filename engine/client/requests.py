@@ -194,7 +194,7 @@ class _Running:
 
     def _timings(self, timings: Timings) -> Timings:
         """Count the time to the core and back as time in the queue."""
-        ttft_s = self.handle.output.ttft_s
+        ttft_s, timings = self.handle.output.ttft_s, replace(timings, arrival_s=self._arrival_s)
         if timings.queue_s is None or timings.ttft_s is None or ttft_s is None:
             return timings
         queue_s = timings.queue_s + max(0.0, ttft_s - timings.ttft_s)

@@ -45,7 +45,7 @@ class TieredConnector:
             store, history = self.parts.store, self.parts.learned.history
             store.poll(reads_ahead=False)
             is_stored = store.stored.has_end(request.chain, request.num_hbm_tokens)
-            found = store.steering.arrive(request.chain, request.conversation, is_stored)
+            found = store.steering.arrive(request.chain, request.conversation, is_stored, request.name)
             if history is not None and (request.conversation is None or history.is_back(request.request_id)):
                 after = found.first_block if found.number < 0 else None
                 history.arrived(request.request_id, time.time(), found.name, len(request.token_ids), after)

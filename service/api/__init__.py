@@ -15,6 +15,7 @@
 - `page`: the web page's static files
 - `prefill`: prompts of other servers, computed here
 - `schema`: JSON bodies: limits, bounded types, unknown fields, messages that name the field; usage and times
+- `traces`: spans of requests for a collector of OpenTelemetry
 
 Decisions:
 

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvstore.config import SESSION_ID
 from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
 from kvstore.engine.text.prompts import in_order_of_calls
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, flat_options_of
+from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.pinning import CacheOptions, pin_s_of
 from kvstore.service.api.schema import (
     CachedTokens,
@@ -78,7 +80,9 @@ class Reasoning(msgspec.Struct):
 
 class ResponseBody(Sampling, kw_only=True):
     """input: a text, or messages. previous_response_id: the conversation goes on there; without `instructions` with
-    the same system prompt. store: false keeps no conversation."""
+    the same system prompt. conversation: an id, or an object with an `id`; that session goes on, or begins. store:
+    false keeps no conversation.
+    """
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
@@ -139,16 +143,16 @@ _COMPACT = (
 
 
 class CompactBody(ResponseBody, kw_only=True):
-    """What the summary is made of: `input`, after what previous_response_id names. `tools`, as in the request before,
-    keep its prompt, and so its KV.
+    """What the summary is made of: `input`, after what previous_response_id or conversation names. `tools`, as in the
+    request before, keep its prompt, and so its KV.
     """
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)] = msgspec.field(default_factory=list)
 
     def asking(self) -> ResponseBody:
         """The request for the summary. Raises ApiError 400 where there is nothing to sum up."""
-        if not self.input and self.previous_response_id is None:
-            raise bad_request("input", "input is missing; give it, or previous_response_id", "missing")
+        if not self.input and self.previous_response_id is None and self.conversation is None:
+            raise bad_request("input", "input is missing; give it, or say what goes on", "missing")
         said = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         asked = [*said, InputItem(role="user", content=_COMPACT)]
         return msgspec.structs.replace(self, input=asked, store=False, tool_choice="none" if self.tools else None)
@@ -235,6 +239,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
+    conversation: dict[str, str] | None = None
     status: str
     error: None = None
     incomplete_details: IncompleteDetails | None = None
@@ -444,10 +449,22 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
         said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function, "type": "function"})
 
 
+def conversation_of(body: ResponseBody) -> str | None:
+    """The id of the conversation that goes on, or begins. Raises ApiError 400."""
+    if body.conversation is None:
+        return None
+    if body.previous_response_id is not None:
+        raise bad_request("conversation", "conversation and previous_response_id both say what goes on; give one")
+    name = name_of({}, Naming(conversation=body.conversation))
+    if not SESSION_ID.fullmatch(name):
+        message = f"conversation is {str(body.conversation)[:80]!r}; give an id of 1 to 128 letters, digits, '_' or '-'"
+        raise bad_request("conversation", message)
+    return name
+
+
 def check_supported(body: ResponseBody) -> None:
     """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
     asked: dict[str, Any] = {
-        "conversation": body.conversation is not None,
         "background": body.background,
         "cache_salt": body.cache_salt is not None,
     }

@@ -1,7 +1,8 @@
 """/v1/responses: OpenAI's way to hold a conversation, on the same sessions as /chat.
 
 A response is a turn of a session. A response that continues the last turn becomes the session's next turn. One that
-continues an earlier turn, or comes while another runs, begins a fork.
+continues an earlier turn, or comes while another runs, begins a fork. A conversation is the session of that id: its
+response is the next turn, whichever was the last one.
 """
 
 import asyncio
@@ -149,6 +150,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     draft = schema.ResponseObject(
         id="",
         created_at=int(time.time()),
+        conversation={"id": wanted.session_id} if wanted.create else None,
         status="in_progress",
         instructions=(before.system or None) if before is not None else wanted.system,
         max_output_tokens=wanted.params.max_tokens,
@@ -192,20 +194,27 @@ async def _wanted(
     system, said = schema.said_of(body)
     params = _params(context, body)
     tenant, request_key = tenant_of(request), request_key_of(request)
-    before = None
+    before, conversation, engine = None, schema.conversation_of(body), context.engine.engine
     if body.previous_response_id is not None:
         place = _place(body.previous_response_id, "previous_response_id")
-        engine = context.engine.engine
-        before = await context.engine.call(_before, engine, tenant, place, body.previous_response_id)
+        before = await context.engine.call(_before, engine, SessionKey(tenant, place[0]), place[1])
+        if before is None:
+            raise _unknown(body.previous_response_id, "previous_response_id")
+    elif conversation is not None:
+        before = await context.engine.call(_before, engine, SessionKey(tenant, conversation), None)
     goes_on = before is not None and system in (None, before.system)
     if before is not None and goes_on:
         system = None
+    elif before is not None and conversation is not None and body.store is not False:
+        message = "instructions are not those that the conversation began with; leave them out, or begin another one"
+        raise bad_request("instructions", message, "system_mismatch")
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
-    session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
+    session_id = conversation or await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
+    is_new = not goes_on and conversation is None
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options,
-        pin_s=body.pin_s,
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, conversation is not None,
+        options=body.options, pin_s=body.pin_s,
     )  # fmt: skip
     return wanted, before if goes_on else None
 
@@ -219,15 +228,15 @@ def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
     return params
 
 
-def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> Before:
-    key = SessionKey(tenant, place[0])
+def _before(engine: Engine, key: SessionKey, number: int | None) -> Before | None:
+    """number: of the turn that is continued; None: the last one. None if it is not there."""
     engine.admin.expire(key)
-    state = engine.sessions.load(key, place[1])
+    state = engine.sessions.load(key, number)
     if state is None:
-        raise _unknown(name, "previous_response_id")
+        return None
     system = "".join(message["content"] for message in state.head.system)
     transcript = [message for message in state.messages if message["role"] != "system"]
-    return Before(Parent(*place), system, transcript)
+    return Before(Parent(key.session_id, number or state.head.num_turns), system, transcript)
 
 
 def _opened(
@@ -244,7 +253,7 @@ def _opened(
             wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named, pin_s=wanted.pin_s
         )
         return open_stateless(context, exchange, history)
-    if before is None:
+    if before is None or wanted.create:
         return open_turn(context, exchange, wanted)
     return _going_on(context, exchange, wanted, before.parent)
 
@@ -315,7 +324,9 @@ async def input_items(request: web.Request) -> web.Response:
     if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
         raise bad_request("order", f"order is {order[:40]!r}; give asc or desc")
     await context.engine.call(_read, context.engine.engine, key, number, name)
-    before = await context.engine.call(_before, context.engine.engine, tenant, (session_id, number), name)
+    before = await context.engine.call(_before, context.engine.engine, key, number)
+    if before is None:  # deleted just now
+        raise _unknown(name, "response_id")
     items = schema.input_items(session_id, before.transcript[:-1])
     items = items if order == "asc" else items[::-1]
     if (after := request.query.get("after")) is not None:
