@@ -12,6 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 
 from kvstore.service.api import admin, edge, health, openapi, page
+from kvstore.service.api.anthropic import messages
 from kvstore.service.api.context import CONTEXT, EXCHANGE, Context, Exchange, context_of
 from kvstore.service.api.openai import chat as openai
 from kvstore.service.api.openai import completions, responses
@@ -24,7 +25,7 @@ from kvstore.service.http.logs import log
 
 ROUTES: tuple[Route, ...] = (
     *health.ROUTES, *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES,
-    *responses.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
+    *responses.ROUTES, *messages.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 
 POLLED = frozenset({"/metrics", *(route.path for route in health.ROUTES)})  # by machines, every few seconds
@@ -67,7 +68,8 @@ def route_of(request: web.Request) -> Route | None:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "kvstore"
-    response.headers["X-Request-Id"] = request[EXCHANGE].request_id
+    for name in ("X-Request-Id", "Request-Id"):  # OpenAI's clients read the one, Anthropic's the other
+        response.headers[name] = request[EXCHANGE].request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
@@ -145,7 +147,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             context_of(request).metrics.refused(told.code)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
-        return error_response(told) if begun is None or not begun.prepared else begun
+        if begun is not None and begun.prepared:
+            return begun
+        route = route_of(request)
+        return error_response(told, None if route is None else route.errors.of(told, exchange.request_id))
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ clients of other servers expect. Knows the shapes that several routes share; tho
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from kvstore.service.api.pinning import Breakpoint
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
 from kvstore.service.settings.options import nearest
 
+LOGGER = logging.getLogger("kvstore.service")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
 CONSTRAINTS = dict.fromkeys((
@@ -46,6 +48,7 @@ GUIDED = "guided_"  # and what follows it: what a body does not read itself
 # Fields of other servers that are close to a name of ours but mean something else.
 NO_MISSES = {"conversation_id", "message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
+_named: set[str] = set()  # unknown fields that the log has named
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -60,7 +63,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
     """Raises ApiError 400 that names the field. raw: an object that could be read as a `type_`.
 
-    REFUSED of the type: further fields that are refused, with what to do.
+    REFUSED of the type: further fields that are refused, with what to do. NAMES_UNKNOWN: the log names the others.
     """
     known = getattr(type_, "__struct_encode_fields__", ())
     refused = getattr(type_, "REFUSED", {})
@@ -73,6 +76,10 @@ def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
     for name in islice((name for name in found if name not in CONSTRAINTS), MAX_EXAMINED):
         for meant in near_misses(name, (*known, *CONSTRAINTS)):
             raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
+    if getattr(type_, "NAMES_UNKNOWN", False):
+        for name in islice((name[:64] for name in found if name[:64] not in _named), MAX_EXAMINED - len(_named)):
+            _named.add(name)
+            LOGGER.info("the field %r is not known here and is passed over; this is said once", name)
 
 
 def _says_something(value: msgspec.Raw, nothing: tuple[Any, ...] = _NOTHING) -> bool:
@@ -248,7 +255,7 @@ def _call_of(call: CallIn, param: str) -> dict[str, Any]:
     return said
 
 
-def text_of(content: str | list[ContentPart], param: str) -> str:
+def text_of(content: str | Sequence[ContentPart], param: str) -> str:
     if isinstance(content, str):
         return content
     texts = []

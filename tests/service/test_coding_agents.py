@@ -7,10 +7,12 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 
+from kvstore.engine.builtin import MODEL_DIR
 from tests.support.engines import save_model
 from tests.support.redis_server import free_port
 from tests.support.service.server_process import ServerProcess, launched
@@ -18,6 +20,7 @@ from tests.support.service.serving import KEY
 
 pytestmark = pytest.mark.agents
 SIZES = ("--hbm", "32MiB", "--cpu", "64MiB", "--disk", "512MiB", "--served-model-name", "kvstore")
+WINDOW = 32768
 MOST_COMPUTED = 0.02  # of a later turn's prompt
 
 CODEX = """
@@ -33,15 +36,40 @@ env_key = "KVSTORE_API_KEY"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """It talks at random, and the agents set no limit: a sixteenth of its tokens end an answer."""
-    ends = [5, *range(300, 1280, 16)]
+    """It talks at random, and the agents set no limit: a sixteenth of its tokens end an answer. Its vocabulary is of
+    prose: Claude Code's prompt has 42,000 of the built-in model's tokens, and 26,000 of these.
+    """
     folder = tmp_path_factory.mktemp("model")
-    return save_model(folder, tokenizer=True, max_position_embeddings=32768, eos_token_id=ends)
+    size = save_tokenizer_of_prose(folder)
+    return save_model(
+        folder, vocab_size=size, max_position_embeddings=WINDOW, num_hidden_layers=1,
+        eos_token_id=[5, *range(300, size, 16)],
+    )  # fmt: skip
+
+
+def save_tokenizer_of_prose(folder: Path) -> int:
+    """Bytes and what the manual of Python is made of, with the built-in model's controls and chat template."""
+    import tokenizers
+    import transformers
+
+    known = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    controls = [token.content for token in known.added_tokens_decoder.values()]
+    backend, level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    backend.pre_tokenizer, backend.decoder = level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=2**14, special_tokens=controls, initial_alphabet=level.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(topics.values(), trainer)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=known.eos_token, chat_template=known.chat_template
+    )
+    made.save_pretrained(folder)
+    return len(made)
 
 
 def opencode(url: str) -> str:
     options = {"baseURL": f"{url}/v1", "apiKey": "{env:KVSTORE_API_KEY}"}
-    models = {"kvstore": {"name": "kvstore", "limit": {"context": 32768, "output": 4096}}}
+    models = {"kvstore": {"name": "kvstore", "limit": {"context": WINDOW, "output": 4096}}}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "kvstore", "options": options, "models": models}
     return json.dumps({"model": "kvstore/kvstore", "autoupdate": False, "provider": {"kvstore": provider}})
 
@@ -76,7 +104,16 @@ class Agent:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+def claude(url: str) -> str:
+    told = {
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_MODEL": "kvstore", "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(WINDOW),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_TELEMETRY": "1",
+    }  # fmt: skip
+    return json.dumps({"env": told})
+
+
 AGENTS = (
+    Agent("claude", ".claude/settings.json", claude, ("-p",), ("-p", "-c"), lambda url: {"ANTHROPIC_AUTH_TOKEN": KEY}),
     Agent(
         "codex", ".codex/config.toml", lambda url: CODEX.format(url=url), ("exec", "--skip-git-repo-check"),
         ("exec", "resume", "--last", "--skip-git-repo-check"),

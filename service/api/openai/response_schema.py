@@ -11,8 +11,7 @@ from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
 from kvstore.engine.text.prompts import in_order_of_calls
-from kvstore.errors import RequestError
-from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
+from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, flat_options_of
 from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.pinning import CacheOptions, pin_s_of
 from kvstore.service.api.schema import (
@@ -125,11 +124,7 @@ class ResponseBody(Sampling, kw_only=True):
             ToolIn(one.type, FunctionIn(one.name or "", one.description, one.parameters, one.strict))
             for one in self.tools or ()
         ]
-        try:
-            return options_of(tools, choice, self.parallel_tool_calls, variables or {}, effort)
-        except RequestError as error:  # a tool is the function here, and has none
-            message, param = (text.replace("].function.", "].") for text in (str(error), error.param or ""))
-            raise RequestError(message, param or None) from None
+        return flat_options_of(tools, choice, self.parallel_tool_calls, variables or {}, effort)
 
     @property
     def constraints(self) -> dict[str, Any]:

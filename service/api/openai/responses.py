@@ -342,8 +342,8 @@ async def input_items(request: web.Request) -> web.Response:
 async def cancel(request: web.Request) -> web.Response:
     """End a stored response that is being made, and keep what was said. One that has ended stays as it is."""
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
-    session_id, number = _place(name, "response_id")
     await read_optional_body(request, EmptyBody)
+    session_id, number = _place(name, "response_id")
     hold = context.claims.on(SessionKey(tenant, session_id))
     if hold is not None and hold.owner is not None and hold.owner.number == number:
         await hold.owner.stop()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvstore.service.api.anthropic.message_schema import MessagesBody
 from kvstore.service.api.edge import DetokenizeBody, TokenizeBody
 from kvstore.service.api.openai.chat import ChatCompletionBody
 from kvstore.service.api.openai.completions import CompletionBody
@@ -57,7 +58,7 @@ message_id     background best_of cache_prompt context_management conversation d
     client_metadata prompt_cache_options
 """.split()
 KIND = dict(zip(BODIES, (ChatBody, ChatCompletionBody, CompletionBody, ResponseBody), strict=True))
-KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody)
+KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody, MessagesBody)
 
 
 server = server_fixture()

@@ -151,5 +151,5 @@ def test_what_does_not_exist_says_what_does(server):
     for path in ("/v1/embeddings", "/v1/responses/x/y", "/v1/"):
         reply = server.post(path, {"input": "x"})
         assert (reply.status, reply.error["code"], reply.error["type"]) == (404, "not_found", "invalid_request_error")
-        assert "/v1/chat/completions, /v1/completions, /v1/models," in reply.error["message"]
+        assert "/v1/chat/completions, /v1/completions, /v1/messages," in reply.error["message"]
     assert "/v1" not in server.get("/nowhere").error["message"]
