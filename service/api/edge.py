@@ -38,10 +38,13 @@ class Version(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
+    """root: the model itself, where `id` is the name that it is served under."""
+
     id: str
     object: str
     created: int
     owned_by: str
+    root: str
     max_model_len: int
 
 
@@ -67,7 +70,8 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _model(context: Context) -> Model:
-    return Model(context.model_name, "model", context.started_s, "kvstore", context.engine.engine.facts.max_model_len)
+    facts = context.engine.engine.facts
+    return Model(context.model_name, "model", context.started_s, "kvstore", facts.model_name, facts.max_model_len)
 
 
 # -- what was asked ---------------------------------------------------------------------------------------------------
