@@ -50,6 +50,6 @@ export class Versions {
       if (other.turns < turn || found.has(owner.id) || this.originOf(owner, turn).id !== origin) continue;
       found.set(owner.id, { id: other.id, isShown: owner.id === shown.id, at: owner.created_at ?? 0 });
     }
-    return [...found.values()].sort((one, other) => one.at - other.at);
+    return [...found.values()].reverse().sort((one, other) => one.at - other.at); // within a second, as they were used
   }
 }

@@ -10,6 +10,7 @@ import pytest
 from kvstore.service.api.page import WEB
 from tests.support.service.browser import PHONE, Tabs
 from tests.support.service.serving import Serving, serving
+from tests.support.waiting import wait_until
 
 VENDOR = WEB / "vendor"
 LICENCES = {  # what each says
@@ -246,7 +247,7 @@ def test_formulas_are_drawn_and_prices_are_not(server: Serving, tabs: Tabs) -> N
     text = answer.inner_text()
     assert "which costs $5 and $6." in text and "broken: $\\frac{1$." in text
     assert answer.locator("code").all_inner_texts() == ["$code$"]
-    page.wait_for_function("document.fonts.check('16px KaTeX_Main')")
+    wait_until(lambda: page.evaluate("document.fonts.check('16px KaTeX_Main')"))
     assert fonts_of(page, server)
 
 
@@ -284,7 +285,11 @@ def test_thinking_and_tools_are_folded(server: Serving, tabs: Tabs) -> None:
     ]
     session_id = server.post("/chat", {"messages": history, "max_tokens": 4}).json()["session_id"]
     page = opened(tabs, f"{server.url}/#{session_id}")
-    folds = {".thinking:not([hidden])": "Let me <b>see</b>.", ".calls .card-of-tool": '"city": "Lisbon"', ".asked .card-of-tool": '"sun": true'}
+    folds = {
+        ".thinking:not([hidden])": "Let me <b>see</b>.",
+        ".calls .card-of-tool": '"city": "Lisbon"',
+        ".asked .card-of-tool": '"sun": true',
+    }
     for place, text in folds.items():
         fold = page.locator(place)
         assert text not in fold.inner_text()
