@@ -20,12 +20,7 @@ export class Versions {
 
   // In lists of those that belong together, each in the order of `sessions`.
   groups() {
-    const groups = new Map();
-    for (const session of this.byId.values()) {
-      const { id } = this.firstOf(session);
-      groups.set(id, [...(groups.get(id) ?? []), session]);
-    }
-    return [...groups.values()];
+    return [...Map.groupBy(this.byId.values(), (session) => this.firstOf(session).id).values()];
   }
 
   // The one that has this turn first: its versions share it with it.
