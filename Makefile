@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
+# AIPerf wants other versions than constraints.txt.
+AIPERF := $(VENV)/agentx/bin/aiperf
+PEER_PYTHON ?=
+TRACES ?=
 MODEL ?=
 # Three files at a time: a test uses one processor and waits often.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
@@ -13,7 +17,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS := timeout 5 $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1])' $(CPU_INDEX)/torch/
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat serve test check bench gpu clean
+.PHONY: help demo chat serve test check bench agentx gpu clean
 
 help:
 	@echo "make demo   a conversation over kill -9 and a truncation; what each turn costs, in a table"
@@ -22,6 +26,7 @@ help:
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy and the tests"
 	@echo "make bench  the benchmarks (minutes; results go to the terminal)"
+	@echo "make agentx agents' sessions, replayed by AIPerf (PEER_PYTHON=... of vLLM's environment, TRACES=... recorded ones)"
 	@echo "make gpu    on a CUDA device: checks from the kernels upwards, then figures (half an hour; PYTHON=... has torch)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -56,6 +61,14 @@ check: $(TESTS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench.throughput
+
+$(AIPERF):
+	@echo "installing AIPerf into $(VENV)/agentx (once)"
+	@$(PYTHON) -m venv $(VENV)/agentx
+	@$(VENV)/agentx/bin/python -m pip install -q --disable-pip-version-check aiperf==0.13.0
+
+agentx: $(STAMP) $(AIPERF)
+	@$(BIN)/python -m bench.agentx --aiperf $(AIPERF) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(if $(TRACES),--traces $(TRACES))
 
 # A fault in what moves KV ends it: nothing after that would mean anything. A capture that is refused does not.
 GPU_CHECK := $(PYTHON) -m pytest -m gpu -W default

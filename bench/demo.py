@@ -19,7 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from kvstore.errors import KVStoreError
-from kvstore.service.command.terminal import MODEL, YOU, printable
+from kvstore.service.command.prompt import YOU, printable
+from kvstore.service.command.terminal import MODEL
 
 SYSTEM = (
     "You are a personal assistant. The user will tell you many things about their life, and later they will ask for "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import heappop, heappush
 
 from kvstore.blocks.ids import BlockId
 from kvstore.errors import ConfigError
@@ -13,15 +14,19 @@ from kvstore.planning.jobs import chain_of, prompt_of
 from kvstore.planning.traces import Trace
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation, Conversations
-from kvstore.policy.policies import KeyQueue, Steering
+from kvstore.policy.policies import Steering
 
 
 class FurthestFirst:
     """An order of eviction that knows the future."""
 
     def __init__(self, next_s: Mapping[Conversation, float]) -> None:
-        self._queue = KeyQueue(lambda conversation: (-next_s.get(conversation, math.inf),))
+        self._next_s = next_s
+        self._heap: list[tuple[float, int, int, Conversation]] = []  # also with entries of before a change
         self._members: set[Conversation] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
 
     def __contains__(self, conversation: Conversation) -> bool:
         return conversation in self._members
@@ -29,19 +34,27 @@ class FurthestFirst:
     def add(self, conversation: Conversation) -> None:
         if conversation not in self._members:
             self._members.add(conversation)
-            self._queue.add(conversation)
+            heappush(self._heap, self._entry(conversation))
 
     def discard(self, conversation: Conversation) -> None:
         self._members.discard(conversation)
-        self._queue.discard(conversation)
 
     def refresh(self, conversation: Conversation) -> None:
         """Note that a conversation has another next request now."""
         if conversation in self._members:
-            self._queue.add(conversation)
+            heappush(self._heap, self._entry(conversation))
 
     def first(self) -> Conversation | None:
-        return self._queue.first(0.0)
+        while self._heap:
+            conversation = self._heap[0][-1]
+            if conversation in self._members and self._heap[0] == self._entry(conversation):
+                return conversation
+            heappop(self._heap)
+        return None
+
+    def _entry(self, conversation: Conversation) -> tuple[float, int, int, Conversation]:
+        next_s = self._next_s.get(conversation, math.inf)
+        return -next_s, conversation.number, conversation.branch, conversation
 
 
 def next_arrivals(trace: Trace) -> array[float]:
@@ -76,9 +89,9 @@ class Oracle(Steering):
         self._orders = {tier: FurthestFirst(self._next_s) for tier in capacities}  # type: ignore[misc]
 
     def arrive(
-        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False
+        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False, name: bytes = b""
     ) -> Conversation:
-        conversation = super().arrive(chain, known, is_stored)
+        conversation = super().arrive(chain, known, is_stored, name)
         requests, size = self._trace.requests, self._trace.block_size
         while prompt_of(requests[self._num_arrived], size) != chain:  # one that was refused
             self._num_arrived += 1

@@ -166,7 +166,8 @@ class Admin:
         """Keep this session's KV longer than other KV, for so many seconds from now; 0 ends the pin.
 
         A pin is a priority with an end, not a lock: KV that a waiting request needs comes before it, and pinned KV is
-        evicted when nothing else is left. It does not outlive the process. Raises RequestError for an unknown session
+        evicted when nothing else is left. It does not outlive the process. All pins of a tenant may take half of the
+        largest tier; beyond that, the earlier ones end. Raises RequestError for an unknown session
         and for more than MAX_PIN_S.
         """
         self._client.check_open()
@@ -176,12 +177,16 @@ class Admin:
         if state is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint == self._client.facts.fingerprint:
-            self._client.call(Pin(state.chain, seconds))
+            self.pin_chain(state.chain, seconds, tenant)
             with self._chats.lock:
                 self._pins.pop(state.head.key, None)
                 self._pins[state.head.key] = (time.time() + seconds, self._client.life)
                 if len(self._pins) > MAX_PINS:
                     self._pins.pop(next(iter(self._pins)))
+
+    def pin_chain(self, chain: Sequence[BlockId], seconds: float, tenant: str = "") -> None:
+        """`pin` for a conversation that is no session; chain: of its last answer."""
+        self._client.call(Pin(chain, seconds, tenant=tenant))
 
     def pinned_until(self, key: SessionKey) -> float | None:
         """When this session's pin ends, in seconds since the epoch; None without a pin. A restart ends pins."""

@@ -80,14 +80,14 @@ class Earlier:
     """What an earlier request of the same conversation had of a prompt.
 
     num_tokens: of its first ones; ended_s: when that request ended, in seconds since the epoch. miss: what it had of
-    the rest, and why that cannot be used; None if it had nothing. num_heads: how often the conversation's system
-    message has changed. conversation: a digest of the client's name of it; empty for none.
+    the rest, and why that cannot be used; None if it had nothing. heads: digests of the conversation's first
+    messages; None if it is not known. conversation: a digest of the client's name of it; empty for none.
     """
 
     num_tokens: int = 0
     ended_s: float = 0.0
     miss: Miss | None = None
-    num_heads: int = 0
+    heads: set[bytes] | None = None
     conversation: bytes = b""
 
 
@@ -96,9 +96,12 @@ NO_EARLIER = Earlier()
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. cached_tokens is a subset of prompt_tokens. capped_max_tokens: what the window had
-    left for an answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known.
-    thinking: whether the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
+    """Token counts of one request.
+
+    cached_tokens is a subset of prompt_tokens, and cache_write_tokens another: those that it computed and handed to the
+    tiers below HBM, which did not have them, in whole blocks. capped_max_tokens: what the window had left for an
+    answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known. thinking: whether
+    the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
     """
 
     prompt_tokens: int
@@ -107,6 +110,7 @@ class Usage:
     capped_max_tokens: int | None = None
     miss: Miss | None = None
     thinking: str | None = None
+    cache_write_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -155,6 +159,7 @@ class Timings:
     prefill_s: float | None = None  # from its first step to its first token, loads from CPU included
     ttft_s: float | None = None  # the sum of these three
     decode_s: float | None = None  # from its first token to its end
+    arrival_s: float | None = None  # when it came, on the clock of time.monotonic; set at its end
 
 
 @dataclass(frozen=True, slots=True)

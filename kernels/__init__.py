@@ -4,6 +4,7 @@
 - `kv`: moves keys and values, and rotates keys: a step's into the paged cache, blocks between arena and cache
 - `paged_batch`: one step's layout for attention, on the host and on the device, and small tensors on their way there
 - `reference`: plain twins of the kernels, which the tests compare with
+- `token_masks`: which tokens may be drawn, applied to logits
 
 Decisions:
 

@@ -110,3 +110,13 @@ def paged_attention(
         tokens = slice(query_start[i], query_start[i + 1])
         out[tokens] = attend(query[tokens], key, value, scale, window, softcap, sinks)
     return out
+
+
+def forbid_tokens(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Make the tokens that masks, [C, W] int32, have no bit for -inf in these rows, [C], of logits, [R, V].
+
+    Bit b of word w is token 32 w + b.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = (masks[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

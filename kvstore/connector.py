@@ -82,6 +82,12 @@ class KVConnector(Protocol):
         end.
         """
 
+    def take_num_saved(self, request_id: str) -> int:
+        """How many tokens of a running request are on their way to the tiers below since the last call: whole blocks
+        that these did not have.
+        """
+        return 0
+
     def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
         """Why a request is to compute a block that another one had at `since_s`, in seconds since the epoch."""
         ...
@@ -137,11 +143,15 @@ class KVConnector(Protocol):
         """Hint that this chain is likely to be needed soon."""
         return
 
-    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
+    def pin(
+        self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None,
+        tenant: str | None = None,
+    ) -> None:  # fmt: skip
         """Keep the conversation of this chain longer than others for this time; 0 ends a pin.
 
         A pin is a priority, not a lock: when nothing else is left, pinned blocks are evicted, too. expires_s: of
-        `time.time()`; from then on it is evicted first; math.inf takes that back. None: as it was.
+        `time.time()`; from then on it is evicted first; math.inf takes that back. None: as it was. tenant: whose pins
+        may take half of the largest tier together; beyond that, the earlier ones end. None: they have no limit.
         """
 
     def splice(
@@ -201,7 +211,7 @@ class NullConnector(KVConnector):
         chain, num_tokens, num_hit = request.chain, len(request.token_ids), request.num_hbm_tokens
         # All its full blocks are there, if what is left is less than one of them.
         is_stored = bool(chain) and num_tokens - num_hit < num_hit / len(chain)
-        found = self._steering.arrive(chain, request.conversation, is_stored)
+        found = self._steering.arrive(chain, request.conversation, is_stored, request.name)
         self._requests[request.request_id] = (found, list(chain))
         self._look_ahead.add(request.request_id, request.key, found, round(num_hit * len(chain) / max(num_tokens, 1)))
         return Arrival((), found)
@@ -229,9 +239,12 @@ class NullConnector(KVConnector):
     def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
         return self.hbm_losses.why(block_id, since_s, has_disk=False)
 
-    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
+    def pin(
+        self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None,
+        tenant: str | None = None,
+    ) -> None:  # fmt: skip
         if (found := self._steering.conversation_of(chain)) is not None:
-            self._steering.pin(found, seconds, expires_s)
+            self._steering.pin(found, seconds, expires_s, tenant, len(chain))
 
 
 def hold_store(tiers: CacheTiers) -> StoreDirectory | None:

@@ -154,10 +154,13 @@ class OwnedDisk:
         """See `Core.forget`."""
         return self._upkeep.forget(block_ids, timeout_s)[1]
 
-    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
+    def pin(
+        self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None,
+        tenant: str | None = None,
+    ) -> None:  # fmt: skip
         """See `KVConnector.pin`."""
         with self._lock:
-            self._store.conversations.pin(chain, seconds, expires_s)
+            self._store.conversations.pin(chain, seconds, expires_s, tenant)
 
     def evict(self, what: Evict) -> Evicted:
         return self._upkeep.evict(what)[0]["disk"]

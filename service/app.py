@@ -12,6 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 
 from kvstore.service.api import admin, edge, health, openapi, page
+from kvstore.service.api.anthropic import messages
 from kvstore.service.api.context import CONTEXT, EXCHANGE, Context, Exchange, context_of
 from kvstore.service.api.openai import chat as openai
 from kvstore.service.api.openai import completions, responses
@@ -24,7 +25,7 @@ from kvstore.service.http.logs import log
 
 ROUTES: tuple[Route, ...] = (
     *health.ROUTES, *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES,
-    *responses.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
+    *responses.ROUTES, *messages.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 
 POLLED = frozenset({"/metrics", *(route.path for route in health.ROUTES)})  # by machines, every few seconds
@@ -67,12 +68,14 @@ def route_of(request: web.Request) -> Route | None:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "kvstore"
-    response.headers["X-Request-Id"] = request[EXCHANGE].request_id
+    for name in ("X-Request-Id", "Request-Id"):  # OpenAI's clients read the one, Anthropic's the other
+        response.headers[name] = request[EXCHANGE].request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
-    if not request.content.is_eof():
-        response.force_close()  # the rest of the body must not be read as the next request
+    # The rest of a body must not be read as the next request. Who is told to go elsewhere must connect anew.
+    if not request.content.is_eof() or context_of(request).limits.is_draining:
+        response.force_close()
         response.headers["Connection"] = "close"
 
 
@@ -84,19 +87,19 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     exchange = request[EXCHANGE] = Exchange(
         given if REQUEST_ID.fullmatch(given) else new_request_id(), "unknown" if route is None else route.template
     )
-    started, status = time.perf_counter(), CLIENT_GONE
+    started_s, status = time.monotonic(), CLIENT_GONE
     try:
         response = await handler(request)
         status = exchange.status or response.status
         return response
     finally:
-        _tell(request, exchange, status, time.perf_counter() - started)
+        _tell(request, exchange, status, started_s)
 
 
-def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float) -> None:
-    path = exchange.route
+def _tell(request: web.Request, exchange: Exchange, status: int, started_s: float) -> None:
+    path, context, seconds = exchange.route, context_of(request), time.monotonic() - started_s
     trace = TRACE.fullmatch(request.headers.get("traceparent", ""))
-    context_of(request).metrics.request_ended(path, request.method, status, seconds)
+    context.metrics.request_ended(path, request.method, status, seconds)
     fields = {
         "request_id": exchange.request_id,
         "method": request.method[:20],
@@ -109,6 +112,9 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
         **_answered(exchange),
     }
     log("request", fields, logging.DEBUG if path in POLLED else logging.INFO)
+    if context.traces is not None and path not in POLLED:
+        answers = [output.timings for output in exchange.outputs]
+        context.traces.request_ended(fields, request.headers, answers, started_s)
 
 
 def _answered(exchange: Exchange) -> dict[str, object]:
@@ -141,7 +147,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             context_of(request).metrics.refused(told.code)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
-        return error_response(told) if begun is None or not begun.prepared else begun
+        if begun is not None and begun.prepared:
+            return begun
+        route = route_of(request)
+        return error_response(told, None if route is None else route.errors.of(told, exchange.request_id))
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -166,7 +175,19 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             exchange.deadline.check_key = partial(context.access.check, request, route)
         if route.access != "public":
             _check_state(context)
+    elif isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        raise _nowhere(request)
     return await handler(request)
+
+
+def _nowhere(request: web.Request) -> ApiError:
+    """A client of OpenAI's is told which of those routes there are."""
+    message, prefix = "there is nothing at this path", "/v1/"
+    if request.path.startswith(prefix):
+        known = (getattr(one.handler, "route", None) for one in request.app.router.routes())
+        paths = {route.template for route in known if route is not None and route.path.startswith(prefix)}
+        message += f"; there are {', '.join(sorted(paths))}"
+    return ApiError(404, message, code="not_found")
 
 
 def _check_state(context: Context) -> None:

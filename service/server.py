@@ -32,11 +32,13 @@ from kvstore.service.api import prefill
 from kvstore.service.api.context import Context
 from kvstore.service.api.health import watch
 from kvstore.service.api.metrics import Metrics
+from kvstore.service.api.traces import Traces
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
 from kvstore.service.http.connection import SEND_BUFFER_BYTES, AcceptErrors, Connection, Connections, ensure_descriptors
 from kvstore.service.http.errors import Route, unavailable
 from kvstore.service.http.limits import Limits
+from kvstore.service.http.listening import tls_context, unix_socket
 from kvstore.service.http.logs import log, set_up_logging
 from kvstore.service.settings.serve_options import ServeOptions
 
@@ -210,15 +212,17 @@ class Server:
         """fleet_key: other servers let this one compute their prompts, and sign in with it."""
         self.options = options
         self._routes = routes if fleet_key is None else (*routes, *prefill.ROUTES)
+        self._tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
         access = Access(options, fleet_key)
         limits = Limits(options, is_shared=len(access.tenants) > 1)
-        self.context = Context(options, access, limits, Metrics(), int(time.time()))
+        traces = None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint)
+        self.context = Context(options, access, limits, Metrics(), int(time.time()), traces)
         self.connections = Connections(options)
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None
 
-    async def listen(self, path: str | None = None) -> None:
-        """Open the port, or a socket at this path. /health and /ready answer 503 until the model is loaded.
+    async def listen(self) -> None:
+        """Open the port, or the Unix socket. /health and /ready answer 503 until the model is loaded.
 
         Raises KVStoreError when it cannot be opened.
         """
@@ -231,26 +235,30 @@ class Server:
         await runner.setup()
         self._runner = runner
         try:
-            self._socket = await self._listening(partial(Connection, runner.server, self.connections, loop), path)
+            self._socket = await self._listening(partial(Connection, runner.server, self.connections, loop))
         except OSError as error:
             await runner.cleanup()
             raise KVStoreError(self._why_not(error)) from error
         for one in self._socket.sockets:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
 
-    async def _listening(self, protocol: Callable[[], asyncio.Protocol], path: str | None) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
-        if path is not None:
-            return await loop.create_unix_server(protocol, path)
-        return await loop.create_server(protocol, self.options.host, self.options.port)
+    async def _listening(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
+        loop, options, tls = asyncio.get_running_loop(), self.options, dict[str, Any]()
+        if self._tls is not None:
+            tls = {"ssl": self._tls, "ssl_handshake_timeout": options.header_timeout_s}
+            tls["ssl_shutdown_timeout"] = LAST_WORDS_S
+        if options.uds is not None:
+            return await loop.create_unix_server(protocol, sock=unix_socket(options.uds), **tls)
+        return await loop.create_server(protocol, options.host, options.port, **tls)
 
     def _why_not(self, error: OSError) -> str:
-        host, port = self.options.host, self.options.port
+        host, port, uds = self.options.host, self.options.port, self.options.uds
         if error.errno == errno.EADDRINUSE:
-            return f"port {port} on {host} is in use by another program; give another --port"
+            where, other = (f"port {port} on {host}", "--port") if uds is None else (f"the socket {uds}", "--uds")
+            return f"{where} is in use by another program; give another {other}"
         if isinstance(error, socket.gaierror):
             return f"--host {host} is no address of this machine"
-        return f"port {port} on {host} cannot be opened: {os.strerror(error.errno or 0)}"
+        return f"{f'port {port} on {host}' if uds is None else f'--uds {uds}'} cannot be opened: {_cause(error)}"
 
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread. Requests are served once this returns."""
@@ -268,11 +276,7 @@ class Server:
     @property
     def address(self) -> str:
         assert self._socket is not None
-        name = self._socket.sockets[0].getsockname()
-        if isinstance(name, str):
-            return f"unix:{name}"
-        host = self.options.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return self.options.address(self.port) if self.options.uds is None else f"unix:{self.options.uds}"
 
     def description(self) -> dict[str, object]:
         engine = self.context.engine.engine
@@ -310,11 +314,20 @@ class Server:
         limits = self.context.limits
         if self._socket is not None:
             self._socket.close()
+            if self.options.uds is not None:
+                self.options.uds.unlink(missing_ok=True)
         await _until(lambda: limits.num_open == 0, LAST_WORDS_S)
         if self._runner is not None:
             await self._runner.cleanup()
         if has_engine:
             await self.context.engine.close()
+        if self.context.traces is not None:
+            sending = self.context.traces.close()
+            await _until(lambda: not sending.is_alive(), LAST_WORDS_S)
+
+
+def _cause(error: OSError) -> str:
+    return str(error) if error.errno is None else os.strerror(error.errno)
 
 
 async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> None:

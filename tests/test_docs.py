@@ -40,6 +40,7 @@ PROMISED = {  # words of what the programs of a document print, in order
         ("clock True",),
         ("length True True", "True True dropped", "kept dropped"),
         ("Hello, my name",),
+        ("the built-in demo model", "end_turn"),
     ],
     "docs/block-store.md": [("True means", "[True, True, False] True True", "2 blocks")],
 }

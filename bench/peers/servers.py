@@ -107,6 +107,13 @@ class Server:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
+    def kill(self) -> None:
+        """End all processes at once, with SIGKILL."""
+        while self._running:
+            process = self._running.pop()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
     def leave(self, talk: str, keep: bool) -> None:
         """Nothing to do: a server evicts by itself."""
 

@@ -284,6 +284,7 @@ class LocalCore:
             turn_starts=prompt.turn_starts,
             num_had=prompt.num_had,
             had_s=prompt.had_s,
+            name=prompt.conversation,
         )
         first.children = [first.sibling(index) for index in range(1, params.n)]
         return first
@@ -316,8 +317,8 @@ class LocalCore:
             case messages.Prefetch(chain, token_ids, lineage, tenant):
                 connector.prefetch(chain, token_ids, lineage, tenant)
                 return None
-            case messages.Pin(chain, seconds, expires_s):
-                return self.loop.call(connector.pin, chain, seconds, expires_s)
+            case messages.Pin(chain, seconds, expires_s, tenant):
+                return self.loop.call(connector.pin, chain, seconds, expires_s, tenant)
             case messages.Forget(block_ids, timeout_s):
                 return self._forget(block_ids, timeout_s)
             case messages.EvictBlocks(what):

@@ -113,12 +113,13 @@ class Prefetch(Call[None]):
 
 class Pin(Call[None]):
     """Evict the KV of this chain after others', for so many seconds (None: as it was), and before others' from
-    `expires_s` on (of `time.time()`; math.inf: never; None: as it was).
+    `expires_s` on (of `time.time()`; math.inf: never; None: as it was). tenant: see `KVConnector.pin`.
     """
 
     chain: Sequence[BlockId]
     seconds: float | None = None
     expires_s: float | None = None
+    tenant: str | None = None
 
 
 class Forget(Call[bool]):

@@ -179,7 +179,12 @@ class _Running:
                 handle.pieces.append(text.end("abort"))
                 text.choice.finish_reason = "abort"
         num_prompt, spoken = len(output.prompt_token_ids), [len(choice.token_ids) for choice in output.choices]
-        output.usage = replace(output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached)
+        # What was lost on its way, and computed again, was counted twice.
+        num_written = min(ended.num_saved_tokens, num_prompt - ended.cached.total)
+        output.usage = replace(
+            output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached,
+            cache_write_tokens=num_written,
+        )  # fmt: skip
         # The core may have computed blocks beyond a stop string; they are built on those that are named.
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // self._block_size])
         handle.lineage, handle.loss = ended.lineage, ended.loss
@@ -189,7 +194,7 @@ class _Running:
 
     def _timings(self, timings: Timings) -> Timings:
         """Count the time to the core and back as time in the queue."""
-        ttft_s = self.handle.output.ttft_s
+        ttft_s, timings = self.handle.output.ttft_s, replace(timings, arrival_s=self._arrival_s)
         if timings.queue_s is None or timings.ttft_s is None or ttft_s is None:
             return timings
         queue_s = timings.queue_s + max(0.0, ttft_s - timings.ttft_s)

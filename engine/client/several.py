@@ -279,7 +279,7 @@ class SeveralCores:
         for one in self.cores:
             _briefly(one, verb)
         if self._disk is not None:
-            self._disk.pin(verb.chain, verb.seconds, verb.expires_s)
+            self._disk.pin(verb.chain, verb.seconds, verb.expires_s, verb.tenant)
 
     def _forget(self, verb: messages.Forget) -> bool:
         are_gone = self._all(verb)

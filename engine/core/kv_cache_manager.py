@@ -203,7 +203,7 @@ class RequestBlocks:
         new = NewRequest(
             request.request_id, tuple(request.chain), tuple(request.token_ids), request.lineage, request.tenant,
             len(hits) * self.manager.block_size, (self.priority(request), request.place), request.conversation,
-            request.may_load, request.turn_starts,
+            request.may_load, request.turn_starts, request.name,
         )  # fmt: skip
         found = self.connector.on_new_request(new)
         request.num_told_blocks, request.num_told_tokens = len(request.chain), len(request.token_ids)
@@ -308,6 +308,8 @@ class RequestBlocks:
     def computed(self, request: Request, num_tokens: int) -> None:
         """Note that the KV of the request's first `num_tokens` tokens exists: computed, or loaded."""
         request.cached.confirm(num_tokens)
+        if not request.num_output_tokens:
+            request.num_saved_tokens += self.connector.take_num_saved(request.request_id)
         self.manager.cache_full_blocks(request, num_tokens)
 
     def compute_instead(self, request: Request) -> None:

@@ -108,9 +108,11 @@ class Request:
     arrival_s: float = 0.0
     tenant: str = ""
     turn_starts: Sequence[int] = ()  # in the prompt, as far as known
+    name: bytes = b""  # its client's of the conversation, as a digest
     num_had: int = 0  # how many of its first tokens an earlier request had, whose KV was there at had_s
     had_s: float = 0.0
     loss: tuple[int, Loss] | None = None  # the first of these that is computed, and why
+    num_saved_tokens: int = 0  # of its prompt: see `KVConnector.take_num_saved`
     pending_s: float | None = None  # when it could have started, had its blocks not been on their way
     scheduled_s: float | None = None  # when its first step began
     index: int = 0  # of the choice
@@ -250,7 +252,7 @@ class Said(msgspec.Struct, array_like=True):
 
 class Ended(msgspec.Struct, array_like=True):
     """A prompt's figures once every choice has ended. chain: of the first choice. error: why all of them have. loss:
-    the first token that it has computed though an earlier request had it, and why.
+    the first token that it has computed though an earlier request had it, and why. num_saved_tokens: of the prompt.
     """
 
     cached: CachedTokensDetails = CachedTokensDetails()
@@ -259,6 +261,7 @@ class Ended(msgspec.Struct, array_like=True):
     timings: Timings = Timings()  # without `decode_s`
     error: Exception | None = None
     loss: tuple[int, Loss] | None = None
+    num_saved_tokens: int = 0
 
 
 class Update(msgspec.Struct, array_like=True):
@@ -346,6 +349,7 @@ class News:
             ended = prompt.ended
             ended.cached, ended.timings = choice.cached.details or ended.cached, _timings(choice, prompt.ttft_s)
             ended.chain, ended.lineage, ended.loss = tuple(choice.chain), choice.lineage, choice.loss
+            ended.num_saved_tokens = choice.num_saved_tokens
         if not prompt.open:
             del self._prompts[choice.prompt_id]
         return not prompt.open

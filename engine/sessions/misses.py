@@ -11,7 +11,7 @@ A prompt that goes on where the earlier request ended, and hits, does not come h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec import structs
@@ -21,21 +21,23 @@ from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Earlier, Miss
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 
+MANY_HEADS = 3  # so many system messages of one conversation: each request has its own
+
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """What the ids of a conversation were made of.
 
     marks: a digest of each message; reasoned: which of them are answers with reasoning. options: see
-    `AnswerOptions.digest`. salt: a digest. num_heads: how often the system message has changed. ended_s: when its last
-    request ended, in seconds since the epoch.
+    `AnswerOptions.digest`. salt: a digest. heads: digests of the first messages that it has had, MANY_HEADS at most;
+    all renderings of a conversation share them. ended_s: when its last request ended, in seconds since the epoch.
     """
 
     marks: Sequence[bytes] = ()
     reasoned: frozenset[int] = frozenset()
     options: bytes = b""
     salt: bytes = b""
-    num_heads: int = 0
+    heads: set[bytes] = field(default_factory=set)
     ended_s: float = 0.0
 
 
@@ -60,20 +62,25 @@ class MadePrompt:
 
 
 def compare(prompt: MadePrompt, now: Rendering, known_ids: Sequence[int], known: Rendering) -> Earlier:
-    """What an earlier request with these ids had of a prompt. now: what the prompt was made of."""
+    """What an earlier request with these ids had of a prompt. now: what the prompt was made of.
+
+    Its first message is added to the heads that are known.
+    """
     had, num_same = max(0, len(known_ids) - 1), common_prefix(known_ids, prompt.token_ids)
     most = min(had, len(prompt.token_ids) - 1 if prompt.new_from is None else prompt.new_from)
     if known.salt != now.salt:
         return Earlier(0, known.ended_s, _miss(prompt, "salt", 0, most))
+    if len(known.heads) < MANY_HEADS:
+        known.heads.update(now.marks[:1])
     if most <= num_same:
-        return Earlier(min(had, num_same), known.ended_s, None, known.num_heads)
+        return Earlier(min(had, num_same), known.ended_s, None, known.heads)
     changed = next((i for i, (old, new) in enumerate(zip(known.marks, now.marks, strict=False)) if old != new), None)
-    is_head = changed == 0 and prompt.messages[0]["role"] == "system"
     message = changed
     if known.options != now.options:
         cause, message = changed_options(known.options, now.options), None
     elif changed is not None:
-        cause = "head" if is_head and known.num_heads else "edit"
+        is_head = changed == 0 and prompt.messages[0]["role"] == "system" and len(known.heads) == MANY_HEADS
+        cause = "head" if is_head else "edit"
     elif prompt.is_truncated:
         cause, message = "truncation", prompt.message_at(num_same)
     elif known.reasoned:
@@ -82,7 +89,7 @@ def compare(prompt: MadePrompt, now: Rendering, known_ids: Sequence[int], known:
         message = prompt.message_at(num_same)
         cause = "head" if message is None else "template"
     miss = _miss(prompt, cause, num_same, most - num_same, message)
-    return Earlier(num_same, known.ended_s, miss, known.num_heads + is_head)
+    return Earlier(num_same, known.ended_s, miss, known.heads)
 
 
 def had_by_other_weights(prompt: MadePrompt, num_tokens: int, ended_s: float) -> Earlier:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from kvstore.blocks.ids import BlockId
@@ -182,6 +183,13 @@ class Keys:
         """
         return self._digest(b"ex", asked + answer + self.conversation)
 
+    def requests(self, marks: Sequence[bytes]) -> list[bytes]:
+        """What leads to the named conversation where no answer comes back: the messages after the first one, up to each
+        of them. Agents that share their beginning ask for other things next.
+        """
+        histories = self.histories(marks[1:]) if self.conversation else []
+        return [self._digest(b"rq", self.conversation + history) for history in histories]
+
     def call(self, call: Mapping[str, Any]) -> bytes:
         """The digest of a call's id, which nobody can guess."""
         return self._digest(b"id", str(call.get("id")).encode("utf-8", "surrogatepass"))
@@ -286,11 +294,12 @@ class Recall:
         recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
         ids = template.prompt_ids(messages) if recalled is None else recalled
         if known is not None and known.is_last and recalled is not None:  # it goes on
-            return ids, Earlier(len(known.token_ids) - 1, known.rendering.ended_s, None, known.rendering.num_heads)
+            return ids, Earlier(len(known.token_ids) - 1, known.rendering.ended_s, None, known.rendering.heads)
         names_of_each = (
             (*keys.of_history(histories[i]), *_names_of_turn(keys, marks, messages, i)) for i in reversed(answered)
         )
-        likely = self._lines.find_first((name for names in names_of_each for name in names), marks)
+        names_of_all = chain(chain.from_iterable(names_of_each), reversed(keys.requests(marks)))
+        likely = self._lines.find_first(names_of_all, marks)
         if likely is None:
             return ids, Earlier()
         now = Rendering(marks, options=options.digest, salt=keys.tag)
@@ -326,7 +335,8 @@ class Recall:
         before = [one for one, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
         owner = owner_tag(tenant, session_id) if session_id else b""
         reasoned = {index for index, message in enumerate(messages) if message.get("reasoning_content")}
-        num_heads = 0 if handle is None else handle.earlier.num_heads
+        heads = (None if handle is None else handle.earlier.heads) or set(marks[:1])
+        requests = keys.requests(marks)[-1:]
         for choice in output.choices:
             if choice.finish_reason is None or not choice.token_ids:
                 continue
@@ -334,7 +344,7 @@ class Recall:
             message = choice.message | {"content": begun + choice.content}
             told, mark = [*messages, message], keys.message(message)
             after = keys.of_history(keys.histories([*marks, mark], digest)[-1])
-            names = list(_names_of_turn(keys, [*marks, mark], told, len(messages)))
+            names = [*_names_of_turn(keys, [*marks, mark], told, len(messages)), *requests]
             # Templates drop the reasoning of earlier answers, or show it where a client brings it back: as text.
             if choice.reasoning:
                 reasoned |= {len(messages)}
@@ -344,7 +354,7 @@ class Recall:
                 # Ids that its text does not show belong to this conversation only, not to others with the same text.
                 text = "" if self._silent.intersection(said) else choice.content
                 self._answers.put(_names_of_answer(keys, after, message, text), said, owner)
-            rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, num_heads, time.time())
+            rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, heads, time.time())
             known = KnownConversation(len(told), [*output.prompt_token_ids, *said], owner, rendering)
             self._lines.add(after[0], keys.of_history(before[-1])[0] if before else b"", known, names)
         if any("tool_calls" in choice.message for choice in output.choices):

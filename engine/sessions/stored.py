@@ -147,6 +147,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
         **asdict(usage.cached_tokens_details),
     }
 
@@ -263,8 +264,11 @@ class StoredSession:
 
 
 class Owner(Protocol):
-    """Who computes an answer in an event loop. is_abandoned: nobody reads it any more."""
+    """Who computes an answer in an event loop. number: of the turn, once it has begun. is_abandoned: nobody reads it
+    any more.
+    """
 
+    number: int | None
     is_abandoned: bool
 
     async def stop(self) -> None:

@@ -3,6 +3,7 @@
 Loads no torch; knows neither sessions nor a store.
 
 - `answer_parser`: an answer as reasoning, content and tool calls, while it arrives
+- `call_arguments`: grammars for the arguments of a call, where these are no JSON
 - `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
   without any
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
@@ -11,6 +12,7 @@ Loads no torch; knows neither sessions nor a store.
 - `language`: how one request speaks with the model: tools, variables of the template, the parser of its answers
 - `prompts`: checks of prompts, session ids and lengths
 - `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`
+- `text_encoder`: ids of template text, with control tokens, and of people's text, without any
 
 Decisions:
 

@@ -21,22 +21,13 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _NO_CALL = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 
 
-def make_parser(
-    template: ResponseTemplate | None, prefix: str, tools: Sequence[Mapping[str, Any]] = ()
-) -> AnswerParser | None:
-    """The parser for one answer; None if there is nothing to tell apart: no template, or neither tools nor reasoning.
+class AnswerParser:
+    """The events of one answer. White space around reasoning and calls is left out.
 
     prefix: what the rendered prompt has after the last message, such as "<|im_start|>assistant\\n<think>\\n" (or more:
     all up to the last start of an answer is passed over). tools: as in the request; arguments are cast by their
-    schemas.
+    schemas, and without any a call is content.
     """
-    if template is None or not (tools or template.reasoning):
-        return None
-    return AnswerParser(template, prefix, tools)
-
-
-class AnswerParser:
-    """The events of one answer. White space around reasoning and calls is left out."""
 
     def __init__(self, template: ResponseTemplate, prefix: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.template = template

@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from kvstore.engine.sampling_params import JSON_OPTIONS, StructuredOutputsParams
 
 MAX_TRIALS = 200  # subschemas that are compiled by themselves, to find the one that is wrong
+MAX_CALLS = 16  # in a list, or where nothing but calls may follow: a weak model would go on until max_tokens
 _TEXT = r"TEXT: /(.|\n)*/"
 _OF_NAMES = ("properties", "patternProperties")  # keywords whose values are schemas by name
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -82,14 +83,14 @@ def _tags_grammar(wanted: StructuredOutputsParams, special_token_ids: Mapping[st
     if wanted.listing is not None:
         before, between, after = (_terms(text, special_token_ids) for text in wanted.listing)
         opening = _text_up_to(before, "list_trigger", lines) if is_free else before
-        more = "" if wanted.single else f"({' '.join([*between, f'({tags})'])})*"
+        more = "" if wanted.single else f"({' '.join([*between, f'({tags})'])}){{0,{MAX_CALLS - 1}}}"
         lines.append(f"list: {' '.join([*opening, f'({tags})', more, *after])}")
         tags, is_free = "list", False
     may_be_text = "" if wanted.required else " | TEXT"
     if wanted.single or wanted.listing is not None:
         lines[0] = f"start: {tags}{may_be_text}"
     else:
-        lines[0] = f"start: ({tags})+" if wanted.required else f"start: ({tags})* TEXT"
+        lines[0] = f"start: ({tags}){{1,{MAX_CALLS}}}" if wanted.required else f"start: ({tags})* TEXT"
     if wanted.json is not None:
         lines[0] += f" | %json {_with_options(_text_of(wanted.json))}"
     inner = list[dict[str, str]]()

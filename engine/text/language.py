@@ -12,18 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from keyword import iskeyword
 from typing import Any, TypeAlias
 
 from kvstore.engine.outputs import Choice
-from kvstore.engine.sampling_params import (
-    JSON_OPTIONS,
-    MAX_TAGS,
-    SamplingParams,
-    StructuralTag,
-    StructuredOutputsParams,
-)
-from kvstore.engine.text.answer_parser import AnswerParser, make_parser
+from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
+from kvstore.engine.text.answer_parser import AnswerParser
+from kvstore.engine.text.call_arguments import GemmaGrammar, parameters_grammar, python_grammar
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.detokenizer import MAX_UNFINISHED, Detokenizer
 from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
@@ -173,11 +167,12 @@ class Language:
         """For one answer; None if its text is its content. `chat_template` has passed the options. begun: the answer
         that it continues.
         """
-        if self.answers is None or not (options.tools or self.answers.reasoning):
-            return None
         tools = [] if options.tool_choice == "none" else options.tools
+        if self.answers is None or not (tools or self.answers.reasoning):
+            return None
         template = self.chat_template(options, begun is not None)
-        return make_parser(self.answers, template.opening if begun is None else template.opening_with(begun), tools)
+        prefix = template.opening if begun is None else template.opening_with(begun)
+        return AnswerParser(self.answers, prefix, tools)
 
     def parser(self, options: AnswerOptions, begun: Message | None = None) -> Callable[[], AnswerParser | None]:
         """What makes the parsers of a request's answers."""
@@ -232,13 +227,15 @@ class Language:
         if asked is not None and json_schema is None and not must_call:
             raise RequestError(f"{asked.param} and tools go together only for a JSON answer", param=asked.param)
         is_open = not (must_call or asked is not None)  # text may come before a call
-        if calls is None or calls.arguments == "gemma" or (is_open and not calls.trigger):
+        if calls is None or (is_open and not calls.trigger):
             if not must_call and asked is None and options.parallel_tool_calls:
                 return None  # strict: nothing can hold this model to a schema in mid-text
             message = "nothing can hold this model to a form of its calls; leave tool_choice 'auto', and other formats"
             raise RequestError(f"{message} out", param="tool_choice")
-        tools = [tool for tool in options.tools if options.named in (None, tool["function"]["name"])]
-        tags = [_tag(calls, tool["function"], not is_open or bool(tool["function"].get("strict"))) for tool in tools]
+        assert self.answers is not None
+        marks = {text: token_id for token_id, text in self.answers.shown_tokens.items()}
+        functions = [one for tool in options.tools if options.named in (None, (one := tool["function"])["name"])]
+        tags = [_tag(calls, one, not is_open or bool(one.get("strict")), marks) for one in functions]
         single = options.named is not None or not options.parallel_tool_calls or calls.separator is None
         return StructuredOutputsParams(
             tags=tags, required=not is_open, single=single, json=None if must_call else json_schema, param="tools",
@@ -258,8 +255,10 @@ class Language:
         return ("", closer) if start >= 0 else (opener, closer)
 
 
-def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> StructuralTag:
-    """A call of this function. is_strict: its arguments match its schema. Raises RequestError."""
+def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool, marks: Mapping[str, int]) -> StructuralTag:
+    """A call of this function. is_strict: its arguments match its schema. marks: special tokens that calls are written
+    with. Raises RequestError.
+    """
     schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
     begin, trigger = calls.begin.replace("{name}", function["name"]), "" if calls.opener else calls.trigger
     name = f"tools: {function['name']}"
@@ -269,53 +268,14 @@ def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool) -> Str
         if calls.arguments == "json":
             return StructuralTag(begin, calls.end, json={"type": "object", **schema}, trigger=trigger)
         if calls.arguments == "python":
-            return StructuralTag(begin, calls.end, grammar=_python_grammar(function["name"], schema))
-        return StructuralTag(begin, calls.end, grammar=_parameters_grammar(calls.parameter, schema), trigger=trigger)
+            return StructuralTag(begin, calls.end, grammar=python_grammar(function["name"], schema))
+        gemma = calls.arguments == "gemma"
+        grammar = GemmaGrammar(schema, marks).text if gemma else parameters_grammar(calls.parameter, schema)
+        return StructuralTag(begin, calls.end, grammar=grammar, trigger=trigger)
     except RequestError as error:
         raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
-    except (AttributeError, TypeError):
+    except (AttributeError, LookupError, TypeError, RecursionError):
         raise RequestError(f"{name}: parameters are no JSON schema", "tools") from None
-
-
-def _parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
-    """Lark for arguments of which each is written by itself: a string as it is, anything else as JSON."""
-    start, lines = list[str](), list[str]()
-    for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        before, after = parameter.replace("{key}", key).split("{value}")
-        name = f"p{index}"
-        start.append(name if key in schema.get("required", ()) else f"{name}?")
-        texts = value.get("enum") if isinstance(value, Mapping) else None
-        kinds = value.get("type", "string") if isinstance(value, Mapping) else "string"
-        if texts and all(isinstance(text, str) for text in texts):
-            choice = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-            lines.append(f"{name}: {json.dumps(before)} ({choice}) {json.dumps(after)}")
-        elif kinds == "string" or "string" in kinds:
-            lines += [f"{name}: {json.dumps(before)} {name}_text", f"{name}_text[lazy]: /(.|\\n)*/ {json.dumps(after)}"]
-        else:
-            lines.append(f"{name}: {json.dumps(before)} {_value(schema, value)} {json.dumps(after)}")
-    return "\n".join([f"start: {' '.join(start) or json.dumps('')}", *lines])
-
-
-def _value(schema: Mapping[str, Any], value: object) -> str:
-    """Lark for JSON that matches the part `value` of a schema."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return (
-        f"%json {json.dumps({**shared, **(value if isinstance(value, Mapping) else {}), 'x-guidance': JSON_OPTIONS})}"
-    )
-
-
-def _python_grammar(name: str, schema: Mapping[str, Any]) -> str:
-    """Lark for keyword arguments. Their values are JSON, whose names the parser knows."""
-    properties = schema.get("properties") or {}
-    if wrong := [part for part in (*name.split("."), *properties) if not part.isidentifier() or iskeyword(part)]:
-        raise RequestError(f"this model writes calls as Python, where {wrong[0]!r} cannot be a name", param="tools")
-    lines = ["start: none_0", *(f'{before}_{len(properties)}: ""' for before in ("none", "some"))]
-    for index, (key, value) in enumerate(properties.items()):
-        lines.append(f'p{index}: "{key}=" {_value(schema, value)}')
-        for before, separator in (("none", ""), ("some", '", " ')):  # what is written before this one
-            skipped = "" if key in schema.get("required", ()) else f" | {before}_{index + 1}"
-            lines.append(f"{before}_{index}: {separator}p{index} some_{index + 1}{skipped}")
-    return "\n".join(lines)
 
 
 def answer_ids(

@@ -4,6 +4,7 @@ Without a compiler, torch operations do the same.
 
 - `attention`: attention, and rotation and write of any step (`decode.c`; `prefill.c`, if the CPU multiplies bfloat16)
 - `block_copy`: copies blocks between arena and HBM in one pass (`copy.c`)
+- `masks.c`: token masks; `kernels/token_masks.py` binds it
 - `layer`: norms, and products if the CPU multiplies bfloat16 (`layer.c`)
 - `native`: compiles the C code of this folder once, if there is a compiler
 - `threads`: binds two computing threads to two processors, and uses one beside other work (`threads.c`); touches the

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_KNOWN = 1 << 20  # conversations remembered, stored or not, unless a smaller number is given
+SILENT_S = 60.0  # an agent without a request for so long counts as ended; before that, it may run a tool
+MOST_KEPT_S = 3600.0  # nobody may wait for it any more
 ROOT_MASK = (1 << 64) - 1
 QueueKey = tuple[int, int]  # the scheduler's: (priority, sequence); the smaller is served earlier
 
@@ -37,7 +39,7 @@ class Conversation:
     its first waiting request within the look-ahead window. pinned_until_s: kept longer than others until then.
     expires_s: evicted first from then on. branch: below 0 for a copy that stands for blocks it has left (see
     `kvstore.blocks.forest`); unique in a tier. prefix: its first prompt, or what that shares with others, if the policy
-    needs it.
+    needs it. family: the agents to which its client gives the same name, if it gives one.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Conversation:
     expires_s: float = math.inf
     branch: int = 0
     prefix: Prefix | None = None
+    family: Family | None = None
 
     @property
     def first_block(self) -> bytes:
@@ -87,6 +90,29 @@ class Prefix:
     end: Hashable
     num_blocks: int
     parent: Prefix | None
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """Agents that work for one another (see `kvstore.policy.families`).
+
+    num_open: their requests that wait or run. last, used_s: whose request arrived or ended last, and when. callers:
+    those that rest after a call of a tool.
+    """
+
+    num_open: int = 0
+    last: Conversation | None = None
+    used_s: float = -math.inf
+    callers: dict[Conversation, None] = field(default_factory=dict)
+
+    def lives_until_s(self, now_s: float) -> float:
+        return (now_s if self.num_open else self.used_s) + SILENT_S
+
+    def keeps_until_s(self, conversation: Conversation, now_s: float) -> float:
+        """Until when this one is kept because another one lives, as far as is known now; -math.inf if none does."""
+        if conversation not in self.callers or (self.last is conversation and not self.num_open):
+            return -math.inf
+        return min(self.lives_until_s(now_s), conversation.used_s + MOST_KEPT_S)
 
 
 class Learner(Protocol):

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -68,7 +68,6 @@ _GROUP_OF = np.array([_GROUP_NAMES.index(group) for group in GROUPS])
 _KIND_OF_GROUP = np.array([_KIND_NAMES.index(kind) for kind, _ in _GROUP_NAMES])
 Table = list[list[float]]  # [category][bucket]
 Array = npt.NDArray[np.float64]
-Entry = tuple[Any, ...]  # sort key, then the conversation; keys differ, so that conversations are never compared
 
 
 def category_of(conversation: Conversation) -> int:
@@ -243,146 +242,59 @@ def _density(hazards: Array) -> Array:
     return cast(Array, np.stack(slopes, axis=1))
 
 
-class SortedEntries:
-    """Entries in order, in chunks, so that adding and removing move few of them."""
+class Away:
+    """Conversations that rest: category and time of last use of each, as they were when it was added, in arrays.
 
-    CHUNK = 256
-
-    def __init__(self) -> None:
-        self._chunks: list[list[Entry]] = []
-        self._lasts: list[Entry] = []  # of each chunk
-
-    def __bool__(self) -> bool:
-        return bool(self._chunks)
-
-    def first(self) -> Entry:
-        return self._chunks[0][0]
-
-    def last(self) -> Entry:
-        return self._lasts[-1]
-
-    def add(self, entry: Entry) -> None:
-        if not self._chunks:
-            self._chunks, self._lasts = [[entry]], [entry]
-            return
-        if entry > self._lasts[-1]:  # the most frequent case: the newest
-            at = len(self._chunks) - 1
-            self._chunks[at].append(entry)
-            self._lasts[at] = entry
-        else:
-            at = bisect.bisect_left(self._lasts, entry)
-            bisect.insort(self._chunks[at], entry)
-        if len(self._chunks[at]) > 2 * self.CHUNK:
-            self._split(at)
-
-    def _split(self, at: int) -> None:
-        chunk = self._chunks[at]
-        self._chunks.insert(at + 1, chunk[self.CHUNK :])
-        del chunk[self.CHUNK :]
-        self._lasts.insert(at, chunk[-1])
-
-    def remove(self, entry: Entry) -> None:
-        """One that is in here."""
-        at = bisect.bisect_left(self._lasts, entry)
-        chunk = self._chunks[at]
-        index = bisect.bisect_left(chunk, entry)
-        assert chunk[index] is entry, "the entry to remove is not in here"
-        del chunk[index]
-        if len(chunk) < self.CHUNK // 4 and at and len(self._chunks[at - 1]) < self.CHUNK:
-            self._chunks[at - 1] += chunk
-            chunk.clear()
-            self._lasts[at - 1] = self._chunks[at - 1][-1]
-        if not chunk:
-            del self._chunks[at], self._lasts[at]
-        elif index == len(chunk):
-            self._lasts[at] = chunk[-1]
-
-    def first_from(self, key: Entry) -> Entry | None:
-        """The first entry that is not below this key."""
-        at = bisect.bisect_left(self._lasts, key)
-        if at == len(self._chunks):
-            return None
-        return self._chunks[at][bisect.bisect_left(self._chunks[at], key)]
-
-    def count_between(self, low: Entry, high: Entry) -> int:
-        """How many are not below the one and below the other; walks over what is between."""
-        count, at = 0, bisect.bisect_left(self._lasts, low)
-        while at < len(self._chunks):
-            chunk = self._chunks[at]
-            start, end = bisect.bisect_left(chunk, low), bisect.bisect_left(chunk, high)
-            count += end - start
-            if end < len(chunk):
-                break
-            at += 1
-        return count
-
-
-class Shelf(NamedTuple):
-    """Where a conversation was put."""
-
-    category: int
-    used_s: float
-    entry: Entry
-
-
-class AgeShelves:
-    """Conversations that rest, by category and age, the oldest first.
-
-    There is one sorted row for each category, and a shelf is the piece of it that has the ages of a bucket at the time
-    of asking. So nothing is moved when conversations grow older. It remembers itself where it has put a conversation.
+    It remembers for each how many buckets of age it is known to have lived through.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[int, SortedEntries] = {}
-        self._shelves: dict[Conversation, Shelf] = {}
+        self._places: dict[Conversation, int] = {}
+        self._free: list[int] = []
+        self._categories = np.zeros(0, np.int64)
+        self._used_s = np.zeros(0)  # math.inf at free places: they have no age
         self._counted_s = -math.inf
 
     def __len__(self) -> int:
-        return len(self._shelves)
+        return len(self._places)
 
-    def add(self, conversation: Conversation) -> Shelf:
+    def add(self, conversation: Conversation) -> None:
         """By its present category and time of use; one that is there is put anew."""
         self.discard(conversation)
-        category, used_s = conversation.category, conversation.used_s
-        entry = (used_s, conversation.use, conversation.number, conversation.branch, conversation)
-        row = self.rows.get(category)
-        if row is None:
-            row = self.rows[category] = SortedEntries()
-        row.add(entry)
-        shelf = self._shelves[conversation] = Shelf(category, used_s, entry)
-        return shelf
+        if not self._free:
+            size = len(self._used_s)
+            self._free = list(range(2 * size + 63, size - 1, -1))
+            self._categories = np.pad(self._categories, (0, size + 64))
+            self._used_s = np.pad(self._used_s, (0, size + 64), constant_values=math.inf)
+        place = self._places[conversation] = self._free.pop()
+        self._categories[place], self._used_s[place] = conversation.category, conversation.used_s
 
-    def discard(self, conversation: Conversation) -> Shelf | None:
-        """Take it away; where it was."""
-        shelf = self._shelves.pop(conversation, None)
-        if shelf is not None:
-            row = self.rows[shelf.category]
-            row.remove(shelf.entry)
-            if not row:
-                del self.rows[shelf.category]
-        return shelf
+    def discard(self, conversation: Conversation) -> tuple[int, int] | None:
+        """Take it away; returns its category, and how many buckets it had lived through when they were counted last."""
+        place = self._places.pop(conversation, None)
+        if place is None:
+            return None
+        category, used_s = int(self._categories[place]), float(self._used_s[place])
+        self._used_s[place] = math.inf
+        self._free.append(place)
+        return category, bucket_of(self._counted_s - used_s)
 
     def advance(self, now_s: float, on_pass: Callable[[int, int, int], None]) -> None:
         """Call on_pass(category, bucket, how many) for those that left a bucket since the last call, by getting older.
 
-        O(categories x buckets x log n), however many there are; call it now and then.
+        Nanoseconds for each that is away.
         """
-        then_s = self._counted_s
-        if now_s <= then_s:
-            self._counted_s = now_s  # a clock that was set back: better to count some twice than none for long
+        then_s, self._counted_s = self._counted_s, now_s
+        if now_s <= then_s:  # a clock that was set back: better to count some twice than none for long
             return
-        self._counted_s = now_s
-        for category, row in self.rows.items():
-            oldest_s, youngest_s = row.first()[0], row.last()[0]
-            for bucket in range(bucket_of(then_s - youngest_s), bucket_of(now_s - oldest_s)):
-                edge_s = UPPER_S[bucket]
-                num = row.count_between((then_s - edge_s, math.inf), (now_s - edge_s, math.inf))
+        edges = np.array(EDGES_S)
+        before, after = (np.searchsorted(edges, time_s - self._used_s, side="right") for time_s in (then_s, now_s))
+        older = np.flatnonzero(after > before)
+        for bucket in range(NUM_BUCKETS - 1):
+            left = older[(before[older] <= bucket) & (bucket < after[older])]
+            for category, num in enumerate(np.bincount(self._categories[left]).tolist()):
                 if num:
                     on_pass(category, bucket, num)
-
-    def num_counted(self, shelf: Shelf) -> int:
-        """How many buckets it had lived through when `advance` was called last."""
-        return bucket_of(self._counted_s - shelf.used_s)
 
 
 class ReturnLearner:
@@ -390,7 +302,7 @@ class ReturnLearner:
 
     def __init__(self, model: ReturnModel) -> None:
         self.model = model
-        self._away = AgeShelves()
+        self._away = Away()
         self._num_changes = 0
         self._num_pending = 0
 
@@ -400,11 +312,12 @@ class ReturnLearner:
 
     def returned(self, conversation: Conversation, gap_s: float) -> None:
         """Count it in the category in which it rested; from now on it has that in which it will rest next."""
-        shelf = self._away.discard(conversation)
-        if shelf is not None:
-            for bucket in range(self._away.num_counted(shelf), bucket_of(gap_s)):
-                self.model.passed(shelf.category, bucket)
-            self.model.returned(shelf.category, gap_s)
+        rested = self._away.discard(conversation)
+        if rested is not None:
+            category, num_counted = rested
+            for bucket in range(num_counted, bucket_of(gap_s)):
+                self.model.passed(category, bucket)
+            self.model.returned(category, gap_s)
             self._num_pending += 1
         conversation.category = category_of(conversation)
 

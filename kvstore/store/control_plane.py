@@ -401,9 +401,9 @@ class KVStore:
         hint = Tracked(content.chain, content.tokens, content.lineage, content.tenant, conversation=conversation)
         (self.prefetcher if self.remote is None else self.remote).hint(hint)
 
-    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None) -> None:
+    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None, tenant: str | None) -> None:
         if (conversation := self._conversation_of(chain)) is not None:
-            self.steering.pin(conversation, seconds, expires_s)
+            self.steering.pin(conversation, seconds, expires_s, tenant, len(chain))
 
     def _conversation_of(self, chain: Sequence[BlockId]) -> Conversation | None:
         """The conversation of this chain; makes one if it has none and its end is stored."""

@@ -153,10 +153,13 @@ class HostConversations:
         self._steering.end_request(conversation, (end,))
 
     # -- by hand -----------------------------------------------------------------------------------------------------
-    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
+    def pin(
+        self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None,
+        tenant: str | None = None,
+    ) -> None:  # fmt: skip
         """Pin the conversation of this chain; see `Steering.pin`."""
         if (conversation := self._of(chain)) is not None:
-            self._steering.pin(conversation, seconds, expires_s)
+            self._steering.pin(conversation, seconds, expires_s, tenant, len(chain))
 
     def _of(self, chain: Sequence[BlockId]) -> Conversation | None:
         """The conversation of a chain; makes one if it has none and its end is stored."""

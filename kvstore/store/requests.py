@@ -65,6 +65,7 @@ class Tracked(ChainContent):
     num_hbm_blocks: int = 0  # when it arrived
     arrival: list[str] = field(default_factory=list)  # the tier of each block after those, as far as they are stored
     num_told: int = 0  # how many of these the engine knows of
+    num_saved_tokens: int = 0  # of its blocks that were not stored before, until the engine asks
     wanted: Wanted = field(default_factory=Wanted)
 
     @property
@@ -282,6 +283,12 @@ class Requests:
             self.advance(request, first_block + num_blocks)
         self._stats.loaded_tokens += len(loads) * size
         return loads
+
+    def take_num_saved(self, request_id: str) -> int:
+        """See `KVConnector.take_num_saved`."""
+        request = self.by_id[request_id]
+        num_saved, request.num_saved_tokens = request.num_saved_tokens, 0
+        return num_saved
 
     def let_go(self, request: Tracked) -> None:
         """Release all that is held for it. It may ask again."""

@@ -180,6 +180,7 @@ class Saver:
             self._cpu.release(arena_block)
         elif self._cpu.announce(arena_block, self._stored.record(request, index), request.conversation):
             step.complete.append(arena_block)
+            request.num_saved_tokens += self._block_size
             self._unsaved.pop(request.chain[index], None)
             self._stats.losses.stored(request.chain[index])
         else:  # another request of this step fills the same block

@@ -45,7 +45,7 @@ class TieredConnector:
             store, history = self.parts.store, self.parts.learned.history
             store.poll(reads_ahead=False)
             is_stored = store.stored.has_end(request.chain, request.num_hbm_tokens)
-            found = store.steering.arrive(request.chain, request.conversation, is_stored)
+            found = store.steering.arrive(request.chain, request.conversation, is_stored, request.name)
             if history is not None and (request.conversation is None or history.is_back(request.request_id)):
                 after = found.first_block if found.number < 0 else None
                 history.arrived(request.request_id, time.time(), found.name, len(request.token_ids), after)
@@ -89,6 +89,10 @@ class TieredConnector:
                 tip = request.chain[-1] if request.chain else None
                 history.left(request_id, time.time(), answer or Answer(0), tip)
 
+    def take_num_saved(self, request_id: str) -> int:
+        with self.parts.lock:
+            return self.parts.store.requests.take_num_saved(request_id)
+
     def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
         with self.parts.lock:
             loss = self.parts.store.why_missing(request_id, block_id, since_s)
@@ -129,9 +133,12 @@ class TieredConnector:
             self.parts.store.poll()
             self.parts.store.prefetch(content)
 
-    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
+    def pin(
+        self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None,
+        tenant: str | None = None,
+    ) -> None:  # fmt: skip
         with self.parts.lock:
-            self.parts.store.pin(chain, seconds, expires_s)
+            self.parts.store.pin(chain, seconds, expires_s, tenant)
 
     def splice(
         self,

@@ -2,6 +2,7 @@
 
 - `sessions/`: `/chat` and `/sessions`
 - `openai/`: OpenAI's routes
+- `anthropic/`: Anthropic's
 - `admin`: the administrator's routes
 - `asking`: what a request may want of the form of its answer: tools, formats, variables of the chat template
 - `answering`: one way to answer on every route that talks, whole or as events, and what a route's dialect is
@@ -14,6 +15,7 @@
 - `page`: the web page's static files
 - `prefill`: prompts of other servers, computed here
 - `schema`: JSON bodies: limits, bounded types, unknown fields, messages that name the field; usage and times
+- `traces`: spans of requests for a collector of OpenTelemetry
 
 Decisions:
 

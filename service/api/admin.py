@@ -1,4 +1,4 @@
-"""Routes of the administrator: counters, eviction, flush, tenants. All need the administrator's key."""
+"""Routes of the administrator: counters, eviction, flush, tenants, drain. All need the administrator's key."""
 
 from typing import Any
 
@@ -37,6 +37,13 @@ class Flushed(msgspec.Struct):
     flushed: bool
 
 
+class Drained(msgspec.Struct):
+    """running: requests that compute or wait."""
+
+    draining: bool
+    running: int
+
+
 class TenantCounts(msgspec.Struct):
     """running: its sequences, whether they compute or wait."""
 
@@ -65,6 +72,21 @@ async def flush(request: web.Request) -> web.Response:
     return json_response(Flushed(True))
 
 
+async def drain(request: web.Request) -> web.Response:
+    """Until it is undone, `Limits.admit` takes nothing and balancers are told to look elsewhere."""
+    return _draining(request, True)
+
+
+async def undo_drain(request: web.Request) -> web.Response:
+    return _draining(request, False)
+
+
+def _draining(request: web.Request, is_draining: bool) -> web.Response:
+    limits = context_of(request).limits
+    limits.is_draining = is_draining
+    return json_response(Drained(is_draining, limits.num_admitted))
+
+
 async def tenants(request: web.Request) -> web.Response:
     context = context_of(request)
     counts = context.limits.counts()
@@ -77,5 +99,7 @@ ROUTES = (
     Route("GET", "/admin/stats", stats, "admin", "The engine's counters.", None, dict[str, Any], "admin"),
     Route("POST", "/admin/evict", evict, "admin", "Give up cached KV.", EvictBody, EvictAnswer, "admin"),
     Route("POST", "/admin/flush", flush, "admin", "Wait until all is on disk.", None, Flushed, "admin"),
+    Route("POST", "/admin/drain", drain, "admin", "Take no new requests.", None, Drained, "admin"),
+    Route("DELETE", "/admin/drain", undo_drain, "admin", "Take requests again.", None, Drained, "admin"),
     Route("GET", "/admin/tenants", tenants, "admin", "Who has a key, and its requests.", None, TenantList, "admin"),
 )

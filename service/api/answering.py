@@ -4,7 +4,7 @@ Once a stream's headers are sent, errors are events. Knows no route and no sessi
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -24,6 +24,10 @@ HEADERS = {
 DONE = b"data: [DONE]\n\n"
 R = TypeVar("R")
 Event = tuple[str | None, Any]  # its name, if the dialect names events, and its data
+
+
+def error_event(error: ApiError) -> Event:
+    return None, error.body()
 
 
 class Dialect(Protocol[R]):
@@ -46,6 +50,10 @@ class Dialect(Protocol[R]):
 
     def whole(self, turns: Sequence[Turn[R]], results: Sequence[R]) -> msgspec.Struct: ...
 
+    def error(self, error: ApiError) -> Event:
+        """Of a stream that has begun."""
+        return error_event(error)
+
 
 async def answer(
     request: web.Request,
@@ -61,7 +69,7 @@ async def answer(
                     pass
             results = [await turn.result() for turn in turns]
         return json_response(dialect.whole(turns, results))
-    async with EventStream(request, dialect.has_done) as events, opened as turns:
+    async with EventStream(request, dialect.has_done, dialect.error) as events, opened as turns:
         for name, data in dialect.first(turns):
             await events.send(data, name)
         async with aclosing(_together(turns)) as pieces:
@@ -101,12 +109,15 @@ class EventStream:
 
     Headers are sent with the first event, so that an error before it still has its status. An exception that leaves the
     block, or the end of the request's time, becomes an error event; the exception is raised again to be logged and
-    counted. done: whether "data: [DONE]" closes the stream.
+    counted. done: whether "data: [DONE]" closes the stream. error: how it says an error.
     """
 
-    def __init__(self, request: web.Request, done: bool = True) -> None:
+    def __init__(
+        self, request: web.Request, done: bool = True, error: Callable[[ApiError], Event] = error_event
+    ) -> None:
         self._request = request
         self._done = done
+        self._error = error
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def send(self, data: Any, event: str | None = None) -> None:
@@ -132,7 +143,8 @@ class EventStream:
         if error is not None and (told is None or not self.response.prepared):
             return  # the client is gone, or it gets an answer with a status
         if told is not None:
-            await self.send(told.body())
+            name, data = self._error(told)
+            await self.send(data, name)
         if self._done:
             await self._put(DONE)
 

@@ -90,6 +90,15 @@ def options_of(
     return AnswerOptions(functions, "auto" if choice is None else choice, parallel is not False, variables, effort)
 
 
+def flat_options_of(*given: Any) -> AnswerOptions:
+    """`options_of` for clients whose tools are the functions themselves, which errors name so."""
+    try:
+        return options_of(*given)
+    except RequestError as error:
+        message, param = (text.replace("].function.", "].") for text in (str(error), error.param or ""))
+        raise RequestError(message, param or None) from None
+
+
 def format_of(wanted: ResponseFormat, param: str) -> StructuredOutputsParams:
     """Raises ApiError 400, and RequestError."""
     if wanted.type == "json_object":
@@ -100,7 +109,7 @@ def format_of(wanted: ResponseFormat, param: str) -> StructuredOutputsParams:
     if wanted.json_schema is None:
         raise bad_request(f"{param}.json_schema", f"{param}.json_schema is missing", "missing")
     schema = {"type": "object"} if wanted.json_schema.schema is None else wanted.json_schema.schema
-    inside = "" if param == "text.format" else ".json_schema"  # of chat completions
+    inside = ".json_schema" if param == "response_format" else ""  # of chat completions
     return structured(f"{param}{inside}.schema", json=schema)
 
 

@@ -15,6 +15,7 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.stored import Claims
 from kvstore.engine.turns import Turn
 from kvstore.service.api.metrics import Metrics
+from kvstore.service.api.traces import Traces
 from kvstore.service.http.access import Access
 from kvstore.service.http.limits import Deadline, Limits
 from kvstore.service.settings.serve_options import ServeOptions
@@ -79,7 +80,7 @@ class RecentStats:
 class Context:
     """The parts of one server. `engine`, `recall` and `stats` are set once `state` is no longer "starting".
 
-    Until then only public routes are served.
+    Until then only public routes are served. traces: None where no collector is named.
     """
 
     options: ServeOptions
@@ -87,6 +88,7 @@ class Context:
     limits: Limits
     metrics: Metrics
     started_s: int  # since the epoch
+    traces: Traces | None = None
     state: State = "starting"
     engine: AsyncEngine = field(init=False)
     recall: Recall = field(init=False)

@@ -1,5 +1,6 @@
 """Routes around the answers: metrics, version, models, tokens of a text and texts of tokens."""
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -38,7 +39,9 @@ class Version(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """root: the model itself, where `id` is the name that it is served under."""
+    """As OpenAI, vLLM and Anthropic describe one. root: the model itself, where `id` is the name that it is served
+    under. created_at: as RFC 3339 has it.
+    """
 
     id: str
     object: str
@@ -46,11 +49,18 @@ class Model(msgspec.Struct):
     owned_by: str
     root: str
     max_model_len: int
+    type: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
 
 
 class ModelList(msgspec.Struct):
     object: str
     data: list[Model]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 async def version(request: web.Request) -> web.Response:
@@ -60,7 +70,8 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return json_response(ModelList("list", [_model(context_of(request))]))
+    model = _model(context_of(request))
+    return json_response(ModelList("list", [model], False, model.id, model.id))
 
 
 async def show_model(request: web.Request) -> web.Response:
@@ -70,8 +81,11 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _model(context: Context) -> Model:
-    facts = context.engine.engine.facts
-    return Model(context.model_name, "model", context.started_s, "kvstore", facts.model_name, facts.max_model_len)
+    name, facts = context.model_name, context.engine.engine.facts
+    window, created_at = facts.max_model_len, datetime.fromtimestamp(context.started_s, UTC).isoformat()
+    return Model(
+        name, "model", context.started_s, "kvstore", facts.model_name, window, "model", name, created_at, window
+    )
 
 
 # -- what was asked ---------------------------------------------------------------------------------------------------
@@ -126,11 +140,11 @@ async def tokenize(request: web.Request) -> web.Response:
         raise bad_request("prompt", "give either prompt or messages", "missing")
     if body.messages is not None:
         messages = messages_of(body.messages)
-        num_chars = _checked_chars(num_chars_of(messages), "messages")
+        num_chars = check_tokenized(num_chars_of(messages), "messages")
         to_ids = partial(_chat_ids, context.engine.engine.chats.language, messages)
     else:
         assert body.prompt is not None
-        num_chars = _checked_chars(len(body.prompt), "prompt")
+        num_chars = check_tokenized(len(body.prompt), "prompt")
         to_ids = partial(_encode, tokenizer, body.prompt, body.add_special_tokens is not False)
 
     def tokenized() -> web.Response:
@@ -142,7 +156,8 @@ async def tokenize(request: web.Request) -> web.Response:
         return await context.engine.call_with_text(num_chars, tokenized)
 
 
-def _checked_chars(num_chars: int, param: str) -> int:
+def check_tokenized(num_chars: int, param: str) -> int:
+    """The same number. Raises ApiError 400 for more than are tokenized at once."""
     if num_chars > MAX_TOKENIZED_CHARS:
         message = f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once"
         raise bad_request(param, message)

@@ -15,7 +15,7 @@ WATCH_S = 5.0
 
 
 class Health(msgspec.Struct):
-    """status: ok, degraded (it answers, but some part does not work), starting, stopping or failed."""
+    """status: ok, degraded (it answers, but some part does not work), starting, draining, stopping or failed."""
 
     status: str
     reasons: list[str]
@@ -39,14 +39,14 @@ async def ping(request: web.Request) -> web.Response:
 
 
 async def live(request: web.Request) -> web.Response:
-    """Like `health`, but 200 while it starts, stops or begins again: who ends it then makes it worse."""
+    """Like `health`, but 200 while it starts, drains, stops or begins again: who ends it then makes it worse."""
     status, reasons = await _look(context_of(request))
     return json_response(Health(status, list(reasons)), 503 if status == "failed" else 200)
 
 
 async def ready(request: web.Request) -> web.Response:
     context = context_of(request)
-    fails = context.state != "running" or context.has_failed
+    fails = context.state != "running" or context.has_failed or context.limits.is_draining
     is_ready = not (fails or _is_restarting(context) or context.is_silent)
     return json_response(Ready(is_ready), 200 if is_ready else 503)
 
@@ -73,6 +73,8 @@ async def _look(context: Context) -> tuple[str, dict[str, Any]]:
         return "failed", {"engine_failed": True}
     if context.state != "running":
         return context.state, {}
+    if context.limits.is_draining:
+        return "draining", {"draining": True}
     if _is_restarting(context):
         return "degraded", {"engine_restarting": True}
     reasons = health_reasons(await context.stats.get(), context.stats.sessions_fail)
@@ -114,5 +116,5 @@ ROUTES = (
     Route("GET", "/healthz", healthz, "public", "The same, under Kubernetes' name.", None, Health, "server"),
     Route("GET", "/ping", ping, "public", "The same, under SageMaker's name.", None, Health, "server"),
     Route("GET", "/livez", live, "public", "Whether only a restart helps: then 503.", None, Health, "server"),
-    Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
+    Route("GET", "/ready", ready, "public", "Whether new requests are taken.", None, Ready, "server"),
 )

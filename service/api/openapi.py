@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from kvstore import __version__
-from kvstore.service.http.errors import PARAMETER, ErrorBody, Route
+from kvstore.service.http.errors import PARAMETER, Route
 
 VERSION = "3.1.0"
 REF = "#/components/schemas/{name}"
@@ -22,12 +22,14 @@ Json = dict[str, Any]
 
 
 def describe(routes: Sequence[Route]) -> Json:
-    types: dict[type | None, None] = dict.fromkeys(type_ for route in routes for type_ in (route.body, route.answer))
-    found, components = msgspec.json.schema_components([ErrorBody, *types], ref_template=REF)
-    error, schemas = found[0], dict(zip(types, found[1:], strict=True))
+    types: dict[type | None, None] = dict.fromkeys(
+        type_ for route in routes for type_ in (route.body, route.answer, route.errors)
+    )
+    found, components = msgspec.json.schema_components(types, ref_template=REF)
+    schemas = dict(zip(types, found, strict=True))
     paths: Json = {}
     for route in routes:
-        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, schemas, error)
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": VERSION,
         "info": {
@@ -44,13 +46,13 @@ def describe(routes: Sequence[Route]) -> Json:
     }
 
 
-def _operation(route: Route, schemas: dict[type | None, Json], error: Json) -> Json:
+def _operation(route: Route, schemas: dict[type | None, Json]) -> Json:
     found: Json = {
         "operationId": f"{route.handler.__module__.rpartition('.')[2]}_{route.handler.__name__}",
         "summary": route.summary,
         "tags": [route.tag] if route.tag else [],
         "security": [] if route.access == "public" else [{"bearer": []}],
-        "responses": _responses(route, schemas, error),
+        "responses": _responses(route, schemas),
     }
     if parameters := list(_parameters(route.path)):
         found["parameters"] = parameters
@@ -65,7 +67,7 @@ def _parameters(path: str) -> Iterator[Json]:
         yield {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _responses(route: Route, schemas: dict[type | None, Json], error: Json) -> Json:
+def _responses(route: Route, schemas: dict[type | None, Json]) -> Json:
     content: Json = {}
     if route.answer is str:
         content["text/plain"] = {"schema": {"type": "string"}}
@@ -76,7 +78,7 @@ def _responses(route: Route, schemas: dict[type | None, Json], error: Json) -> J
     success = {"description": route.summary, **({"content": content} if content else {})}
     found: Json = {str(route.status): success}
     for status in sorted(_error_statuses(route)):
-        shown = {"application/json": {"schema": error}}
+        shown = {"application/json": {"schema": schemas[route.errors]}}
         found[str(status)] = {"description": HTTPStatus(status).phrase, "content": shown}
     if route.access == "public" and content:
         found["503"] = {**success, "description": "Not at the moment."}  # what it says has the same shape

@@ -6,6 +6,7 @@ clients of other servers expect. Knows the shapes that several routes share; tho
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,11 @@ from kvstore.engine.text.prompts import CallIn, check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.context import Context, context_of
 from kvstore.service.api.naming import Naming
+from kvstore.service.api.pinning import Breakpoint
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
 from kvstore.service.settings.options import nearest
 
+LOGGER = logging.getLogger("kvstore.service")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
 CONSTRAINTS = dict.fromkeys((
@@ -45,6 +48,7 @@ GUIDED = "guided_"  # and what follows it: what a body does not read itself
 # Fields of other servers that are close to a name of ours but mean something else.
 NO_MISSES = {"conversation_id", "message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
+_named: set[str] = set()  # unknown fields that the log has named
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -59,7 +63,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
     """Raises ApiError 400 that names the field. raw: an object that could be read as a `type_`.
 
-    REFUSED of the type: further fields that are refused, with what to do.
+    REFUSED of the type: further fields that are refused, with what to do. NAMES_UNKNOWN: the log names the others.
     """
     known = getattr(type_, "__struct_encode_fields__", ())
     refused = getattr(type_, "REFUSED", {})
@@ -72,6 +76,10 @@ def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
     for name in islice((name for name in found if name not in CONSTRAINTS), MAX_EXAMINED):
         for meant in near_misses(name, (*known, *CONSTRAINTS)):
             raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
+    if getattr(type_, "NAMES_UNKNOWN", False):
+        for name in islice((name[:64] for name in found if name[:64] not in _named), MAX_EXAMINED - len(_named)):
+            _named.add(name)
+            LOGGER.info("the field %r is not known here and is passed over; this is said once", name)
 
 
 def _says_something(value: msgspec.Raw, nothing: tuple[Any, ...] = _NOTHING) -> bool:
@@ -90,6 +98,13 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+def breakpoints_in(contents: Iterable[object]) -> list[Breakpoint]:
+    """Of the contents of messages: texts, or lists of parts."""
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part.prompt_cache_breakpoint for part in parts if part.prompt_cache_breakpoint is not None]
 
 
 class MessageIn(msgspec.Struct):
@@ -240,7 +255,7 @@ def _call_of(call: CallIn, param: str) -> dict[str, Any]:
     return said
 
 
-def text_of(content: str | list[ContentPart], param: str) -> str:
+def text_of(content: str | Sequence[ContentPart], param: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -418,12 +433,14 @@ class CachedTokens(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: a subset of prompt_tokens, and the sum of its details. miss: only where tokens were computed that
-    an earlier request of the conversation had. thinking: "kept" or "dropped", only where earlier answers had any.
+    """cached_tokens: a subset of prompt_tokens, and the sum of its details. cache_write_tokens: see `Usage`. miss: only
+    where tokens were computed that an earlier request of the conversation had. thinking: "kept" or "dropped", only
+    where earlier answers had any.
     """
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
+    cache_write_tokens: int
     miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
 
@@ -462,7 +479,8 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
     misses = [usage.miss for usage in usages if usage.miss is not None]
     thinking = next((usage.thinking for usage in usages if usage.thinking is not None), UNSET)
-    of_prompt = PromptTokensDetails(details.total, by_tier, misses[0] if misses else UNSET, thinking)
+    num_written = sum(usage.cache_write_tokens for usage in usages)
+    of_prompt = PromptTokensDetails(details.total, by_tier, num_written, misses[0] if misses else UNSET, thinking)
     return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)
 
 

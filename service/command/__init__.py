@@ -4,6 +4,8 @@ Starts without torch; each command imports what it needs.
 
 - `plan/`: `kvstore plan`
 - `cli`: the `kvstore` command: its commands and exit codes, and variables that are misspelt
+- `completion`: `kvstore completion`: scripts for shells
+- `prompt`: what is typed or piped into `kvstore chat`
 - `progress`: how far something that takes its time has come, on stderr
 - `store`: `kvstore stats`, `evict`, `verify`, `compact`, `sessions`
 - `store_tables`: what commands on a store print for a person

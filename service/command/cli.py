@@ -98,6 +98,11 @@ def command_of(name: str, engine_factory: Callable[..., object] | None = None) -
         from kvstore.service.command.vllm_config import run_vllm_config
 
         return run_vllm_config, VLLM_CONFIG
+    if name == "completion":
+        from kvstore.service.command.completion import COMMAND as COMPLETION
+        from kvstore.service.command.completion import run_completion
+
+        return partial(run_completion, [command_of(one)[1] for one in COMMANDS if one != name]), COMPLETION
     from kvstore.service.command.store import STORE_COMMANDS
 
     return STORE_COMMANDS[name]

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from kvstore.config import format_size
 from kvstore.engine.outputs import MISSES
-from kvstore.service.command.terminal import MODEL, YOU, counted, printable
+from kvstore.service.command.prompt import YOU, printable
+from kvstore.service.command.terminal import MODEL, counted
 
 NONE = "–"
 PIPE_WIDTH = 160  # when stdout is no terminal, so that nothing is cut

@@ -1,13 +1,17 @@
 """`kvstore chat`: one conversation in the terminal. Prints the model's output as text, never as markup.
 
-With stdin piped it takes one message per line and ends with it. Ctrl-C stops the answer, not the program.
+With stdin piped it takes one message per line and ends with it. Ctrl-C stops the answer, not the program. A stored
+conversation is never changed but by its next turn: what goes back goes on in a fork.
 """
 
+import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +19,24 @@ from kvstore.engine.model.files import check_speaks
 from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.progress import tell_in_lines
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.errors import ConfigError, RequestError, StoreError
+from kvstore.errors import ConfigError, RequestError, SessionExistsError, StoreError
+from kvstore.service.command.prompt import YOU, piped, printable, typed
 from kvstore.service.settings.engine_options import ChatOptions
+from kvstore.service.settings.options import UsageError, suggestion
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-HELP = """/help  this text
-/new   start a new conversation
-/quit  leave (so does Ctrl-D)
-Ctrl-C stops an answer; at the prompt it clears the line, and leaves when that is empty."""
-YOU, MODEL = "you> ", "model> "
+    from kvstore.engine.text.chat_template import Message
+
+QUIT = "/quit"
+KEYS = """/quit or Ctrl-D leaves. Enter sends, Alt-Enter begins another line. Ctrl-C stops an answer; at the prompt it
+clears what is typed, and leaves when that is nothing."""
+MODEL = "model> "
+SETTINGS = (
+    "temperature", "max_tokens", "seed", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "remote": "remote", "reencoded": "re-encoded"}
 SESSION_CHARS = 128
 MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
@@ -100,11 +111,6 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey. Newlines and tabs stay."""
-    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
-
-
 def counted(number: int, what: str) -> str:
     """The number with its noun, in the plural where that is right."""
     return f"{number:,} {what}{'s' * (number != 1)}"
@@ -136,24 +142,33 @@ class TerminalChat:
         self._options = options
         self._params = params
         self._console = console
-        self._num_started = 0
-        self._start()
+        self._num_ids = 0
+        self._start(options.system)
 
-    def _start(self) -> None:
+    def _start(self, system: str | None) -> None:
         """Open the conversation that was asked for; later, one whose id has no turns yet."""
         while True:
-            suffix = f"-{self._num_started + 1}" if self._num_started else ""
+            is_first = not self._num_ids
             self._session = self._engine.chat(
-                self._options.session[: SESSION_CHARS - len(suffix)] + suffix,
-                system=self._options.system,
+                self._next_id(),
+                system=system,
                 truncation=self._options.truncation,
                 truncation_reuse=self._options.truncation_reuse,
             )
-            self._num_started += 1
-            if not suffix or not self._said():
+            if is_first or not self._said():
                 return
 
-    def _said(self) -> list[dict[str, str]]:
+    def _next_id(self) -> str:
+        """The id that was asked for; later, with a number behind it."""
+        self._num_ids += 1
+        suffix = f"-{self._num_ids}" if self._num_ids > 1 else ""
+        return self._options.session[: SESSION_CHARS - len(suffix)] + suffix
+
+    @property
+    def _system(self) -> str | None:
+        return next((message["content"] for message in self._session.messages if message["role"] == "system"), None)
+
+    def _said(self) -> "list[Message]":
         return [message for message in self._session.messages if message["role"] != "system"]
 
     def run(self, interactive: bool) -> int:
@@ -162,20 +177,27 @@ class TerminalChat:
         self._dim(f"{facts.model_name}, window {facts.max_model_len:,} tokens, {tiers}; /help for commands")
         self._show_where_it_was()
         num_failed = 0
-        for line in _typed_lines() if interactive else _piped_lines():
+        said = [message["content"] for message in self._said() if message["role"] == "user"]  # texts, in a terminal's
+        for line in typed(said, (*COMMANDS, QUIT)) if interactive else piped():
             message = line.strip()
-            if message == "/quit":
+            if message == QUIT:
                 break
-            if message == "/help":
-                print(HELP)
-            elif message == "/new":
-                self._start()
-                self._dim("a new conversation")
-            elif message.startswith("/"):
-                self._dim(f"unknown command {message.split()[0]}; known: /help /new /quit")
+            if message.startswith("/"):
+                num_failed += not self._carried_out(message)
             elif message:
                 num_failed += not self._turn(message)
         return num_failed
+
+    def _carried_out(self, command: str) -> bool:
+        """Returns False when it failed; the conversation goes on."""
+        name, *rest = command.split(maxsplit=1)
+        try:
+            if name not in COMMANDS:
+                raise UsageError(f"unknown command {name}{suggestion(name, (*COMMANDS, QUIT))}")
+            return COMMANDS[name][2](self, rest[0] if rest else "") is not False
+        except (RequestError, StoreError, UsageError) as error:
+            print(f"kvstore: {error}", file=sys.stderr)
+            return False
 
     def _show_where_it_was(self) -> None:
         """Show how long a resumed conversation is, and its last exchange."""
@@ -189,7 +211,7 @@ class TerminalChat:
             end = " [...]" if len(text) > MAX_SHOWN_CHARS else ""
             self._dim((YOU if message["role"] == "user" else MODEL) + text[:MAX_SHOWN_CHARS] + end)
 
-    def _turn(self, message: str) -> bool:
+    def _turn(self, message: "str | Sequence[Message]") -> bool:
         """Run one turn. Returns False when it was refused or could not be stored; the conversation goes on."""
         start_s, was_said = time.perf_counter(), self._session.num_turns > 0
         print(MODEL, end="", flush=True)
@@ -209,7 +231,7 @@ class TerminalChat:
             self._dim(turn_summary(output, time.perf_counter() - start_s))
         return True
 
-    def _stream(self, message: str) -> bool:
+    def _stream(self, message: "str | Sequence[Message]") -> bool:
         """Print the answer as it comes. True when Ctrl-C ended it."""
         # Closed here also when our reader is gone: the turn must end before the engine does.
         with _interrupt_flag() as interrupted, closing(self._session.stream(message, self._params)) as pieces:
@@ -224,32 +246,99 @@ class TerminalChat:
 
         self._console.print(Text(text, style="dim"))
 
+    # -- commands: each takes what stands behind its name ------------------------------------------------------------
+    def help(self, _: str) -> None:
+        for name, (takes, about, _method) in COMMANDS.items():
+            print(f"{f'{name} {takes}':<20}{about}")
+        print(KEYS)
 
-def _typed_lines() -> Iterator[str]:
-    """Lines typed at a prompt, with editing and history. Ctrl-D ends them, and so does Ctrl-C on an empty line."""
-    typed: Callable[[], str] = str
-    with suppress(ImportError):  # not every Python has it; importing it gives input() line editing
-        import readline
+    def new(self, _: str) -> None:
+        self._start(self._system)
+        self._dim("a new conversation")
 
-        typed = readline.get_line_buffer
-    while True:
+    def system(self, text: str) -> None:
+        if text:
+            self._start(text)
+            self._dim("a new conversation with this system prompt")
+        else:
+            self._dim(self._system or "there is no system prompt")
+
+    def retry(self, _: str) -> bool:
+        said = self._without_last_turn()
+        if self._params.greedy:
+            self._dim("at temperature 0 the answer is the same again; /set temperature 0.7 changes that")
+        return self._turn(said)
+
+    def undo(self, _: str) -> None:
+        self._without_last_turn()
+
+    def _without_last_turn(self) -> "list[Message]":
+        """Go on in a fork without it; returns what it was asked. Raises RequestError where there is none."""
+        before, messages = self._session, self._said()
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            raise RequestError("there is no turn yet in this conversation")
+        if len(answers) == 1:
+            self._start(self._system)
+        else:
+            self._fork(before.num_turns - 1)
+        self._dim(f"in {self._session.session_id}, without the last turn; {before.session_id} stays as it was")
+        return messages[answers[-2] + 1 if len(answers) > 1 else 0 : answers[-1]]
+
+    def _fork(self, num_turns: int) -> None:
+        while True:
+            with suppress(SessionExistsError):
+                self._session = self._session.fork(self._next_id(), num_turns)
+                return
+
+    def save(self, name: str) -> None:
+        path, messages = Path(name).expanduser(), self._session.messages
+        if path.suffix == ".json":
+            known = {"session_id": self._session.session_id, "model": self._engine.facts.model_name}
+            text = json.dumps({**known, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
+        elif path.suffix == ".md":
+            text = "\n".join(f"## {message['role']}\n\n{message['content'] or ''}\n" for message in messages)
+        else:
+            raise UsageError(f"/save takes a file that ends in .json or .md, not {name!r}")
         try:
-            yield input(YOU)
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
-            if not typed():
-                raise
+            with path.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+        except FileExistsError:
+            raise UsageError(f"{path} is there already; give another name") from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        self._dim(f"{counted(len(messages), 'message')} in {path}")
+
+    def set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if name and name not in SETTINGS:
+            raise UsageError(f"there is no setting {name!r}{suggestion(name, SETTINGS)}")
+        if value:
+            self._params = replace(self._params, **{name: _value_of(value.strip())})
+        for shown in SETTINGS if not name else (name,):
+            value = getattr(self._params, shown)
+            self._dim(f"{shown} {'none' if value is None else value}")
 
 
-def _piped_lines() -> Iterator[str]:
-    """Lines of a pipe, shown as if typed, so that the output reads as a conversation."""
-    for line in sys.stdin:
-        if line.strip():
-            print(YOU + printable(line.strip()), flush=True)
-        yield line
+COMMANDS: dict[str, tuple[str, str, Callable[[TerminalChat, str], bool | None]]] = {  # what it takes, what it does
+    "/help": ("", "this text", TerminalChat.help),
+    "/new": ("", "start a new conversation", TerminalChat.new),
+    "/system": ("[TEXT]", "start one with this system prompt; alone, show the present one", TerminalChat.system),
+    "/retry": ("", "answer the last message again, in a fork", TerminalChat.retry),
+    "/undo": ("", "go on without the last turn, in a fork", TerminalChat.undo),
+    "/save": ("FILE", "write the conversation to a new file, NAME.json or NAME.md", TerminalChat.save),
+    "/set": ("[NAME VALUE]", "set how answers are sampled; alone, list all that can be set", TerminalChat.set),
+}
+
+
+def _value_of(text: str) -> Any:
+    """SamplingParams refuses what is none of its own."""
+    if text == "none":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Knows no route.
 - `access`: keys, tenants, Host and Origin
 - `connection`: TCP connections: deadlines of heads and readers, the cap, enough open files
 - `errors`: errors in OpenAI's shape, which exception becomes which, and a route with the errors that it may answer
+- `listening`: the certificate of HTTPS, the file of a Unix socket
 - `limits`: how much runs and waits, how long a request may take
 - `logs`: one line a request, text or JSON
 

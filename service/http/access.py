@@ -24,7 +24,7 @@ PREFLIGHT = {
     "Access-Control-Allow-Headers": "Authorization, Content-Type, Idempotency-Key, X-Api-Key, X-Request-Id",
     "Access-Control-Max-Age": "600",
 }
-SDK_HEADER = re.compile(r"(x-stainless|openai)-[a-z-]{1,40}")  # which OpenAI's client adds to its requests
+SDK_HEADER = re.compile(r"(x-stainless|openai|anthropic)-[a-z-]{1,40}")  # which clients of these add to their requests
 EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry"
 
 

@@ -44,8 +44,8 @@ class Connection(web.RequestHandler):
     """aiohttp's protocol, with a deadline for a request's head and one for a reader that reads nothing.
 
     A head that begins in the packet of the request before has aiohttp's timeout for idle connections. The transport's
-    own buffer is empty: writing pauses as soon as the kernel accepts no more, and resumes when the kernel has accepted
-    everything.
+    own buffer is empty: writing pauses as soon as the kernel accepts no more (TLS has 64 KiB before it), and resumes
+    when the kernel has accepted everything.
     """
 
     __slots__ = ("_all", "_head_timer", "_is_refused", "_unsent", "_wire", "_write_timer")
@@ -65,7 +65,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=1)  # at 0, TLS pauses without anything to write, and never resumes
         self._wire = transport
         if self._all.is_full:
             self._refuse(transport)

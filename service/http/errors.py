@@ -1,4 +1,4 @@
-"""Errors as clients see them: one shape, OpenAI's, with a stable `code`.
+"""Errors as clients see them: OpenAI's shape, with a stable `code`, on all routes that have none of their own.
 
 `Route` is a row of the table of routes. The text of an unexpected exception never reaches a client.
 """
@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 from aiohttp import web
@@ -34,6 +34,10 @@ class ErrorBody(msgspec.Struct):
 
     error: ErrorInfo
 
+    @classmethod
+    def of(cls, error: "ApiError", request_id: str) -> Self:
+        return cls(ErrorInfo(error.message, error.type, error.param, error.code))
+
 
 class ApiError(kv.KVStoreError):
     """An answer with an error status, foreseen as every KVStoreError is. `headers` go with it."""
@@ -57,7 +61,7 @@ class ApiError(kv.KVStoreError):
         self.headers = dict(headers or {})
 
     def body(self) -> ErrorBody:
-        return ErrorBody(ErrorInfo(self.message, self.type, self.param, self.code))
+        return ErrorBody.of(self, "")
 
 
 class ReaderGone(ConnectionError):
@@ -69,10 +73,11 @@ def bad_request(param: str | None, message: str, code: str | None = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
-def error_response(error: ApiError) -> web.Response:
+def error_response(error: ApiError, body: msgspec.Struct | None = None) -> web.Response:
+    """body: None for OpenAI's."""
     return web.Response(
         status=error.status,
-        body=msgspec.json.encode(error.body()),
+        body=msgspec.json.encode(error.body() if body is None else body),
         content_type="application/json",
         headers={"Server": "kvstore", **error.headers},
     )
@@ -141,8 +146,6 @@ def _http_error(error: web.HTTPException) -> ApiError:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not possible here; use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
-    if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, "there is nothing at this path", code="not_found")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return ApiError(413, "the body is too large", code="body_too_large")
     if error.status >= 500:
@@ -153,7 +156,7 @@ def _http_error(error: web.HTTPException) -> ApiError:
 @dataclass(frozen=True)
 class Route:
     """One route of the service. body, answer, status: types of the JSON and the status of a success, for the
-    description of the interface.
+    description of the interface. errors: type of the JSON of an error, with `ErrorBody.of`.
     """
 
     method: str
@@ -165,6 +168,7 @@ class Route:
     answer: type | None = None
     tag: str = ""
     status: int = 200
+    errors: type[Any] = ErrorBody
 
     def __post_init__(self) -> None:
         if self.body is not None:

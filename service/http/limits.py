@@ -43,11 +43,14 @@ class Deadline:
 
 
 class Limits:
-    """Counts one server's requests. Used in its event loop only. is_shared: several tenants may use it."""
+    """Counts one server's requests. Used in its event loop only.
+
+    is_shared: several tenants may use it. is_draining: what runs may end, and nothing more is admitted.
+    """
 
     def __init__(self, options: ServeOptions, is_shared: bool = False) -> None:
         self._options = options
-        self.is_shared = is_shared
+        self.is_shared, self.is_draining = is_shared, False
         self._max_sequences = SEQUENCES_PER_REQUEST * options.max_queue
         self._requests: Counter[str] = Counter()  # by tenant, that wait or run
         self._sequences: Counter[str] = Counter()  # theirs
@@ -73,8 +76,8 @@ class Limits:
     def admit(self, name: str, num_sequences: int = 1) -> Iterator[None]:
         """Admit a request that computes this number of sequences, and hold its place while the context lasts.
 
-        Raises ApiError 400 when it asks for more than ever fits, 503 when the server is full, 429 when the tenant has
-        as much of it as the others leave to it.
+        Raises ApiError 400 when it asks for more than ever fits, 503 when the server is full or drained, 429 when the
+        tenant has as much of it as the others leave to it.
         """
         self._check_room(name, num_sequences)
         self._requests[name] += 1
@@ -91,6 +94,8 @@ class Limits:
         """Where there are several tenants, each has at most half of what the others leave free, so a newcomer finds
         room.
         """
+        if self.is_draining:
+            raise unavailable("this server takes no more requests: it is being drained", "draining", RETRY_AFTER_S)
         share = 2 if self.is_shared else 1
         own_requests, own_sequences = self._requests[name], self._sequences[name]
         free_requests = self._options.max_queue - self.num_admitted

@@ -33,7 +33,7 @@ def set_up_logging(log_format: str, level: str = "info") -> None:
     """Write lines of this level and above to stderr from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for logger in (logging.getLogger("kvstore"), logging.getLogger("aiohttp.server")):
+    for logger in map(logging.getLogger, ("kvstore", "aiohttp.server", "opentelemetry")):
         logger.handlers[:] = [handler]
         logger.setLevel(level.upper())
         logger.propagate = False

@@ -15,6 +15,7 @@ from typing import Any
 from kvstore.engine.model.files import check_speaks
 from kvstore.engine.ranks.on_ray import connected
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.service.http.listening import tls_context
 from kvstore.service.http.logs import log, set_up_logging
 from kvstore.service.server import EXIT_ENGINE_FAILED
 from kvstore.service.settings.config_file import effective, text_of
@@ -122,6 +123,7 @@ def run_replicas(model: Any, arguments: Mapping[str, Any], options: ServeOptions
     _, most = options.replicas or (1, 1)
     check(most, arguments)
     check_speaks(model, arguments, chats=False)
+    tls_context(options.ssl_certfile, options.ssl_keyfile)  # Ray would tell of bad files late, and elsewhere
     set_up_logging(options.log_format, options.log_level)
     if most > 1 and arguments["cache_tiers"].remote is None:
         told = "no --remote: a conversation that comes to another replica is computed there again"
@@ -154,8 +156,7 @@ def _run(deployed: Any, options: ServeOptions) -> int:
     threading.Thread(target=_deploy, args=(deployed, options, news), name="kvstore-ray", daemon=True).start()
     code = news.get()
     if code is None:
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        log("ready", {"address": f"http://{host}:{options.port}", "replicas": (options.replicas or (1, 1))[0]})
+        log("ready", {"address": options.address(options.port), "replicas": (options.replicas or (1, 1))[0]})
         code = _awaited(news)
     cause = _cause(code) if isinstance(code, Exception) else None
     if code != EXIT_ENGINE_FAILED:
@@ -170,7 +171,11 @@ def _deploy(deployed: Any, options: ServeOptions, news: "SimpleQueue[Any]") -> N
     """In a thread of its own: a signal comes while the replicas load."""
     from ray import serve
 
-    http = {"host": options.host, "port": options.port, "keep_alive_timeout_s": int(options.keep_alive_s)}
+    http: dict[str, Any] = {"host": options.host, "port": options.port}
+    http["keep_alive_timeout_s"] = int(options.keep_alive_s)
+    if options.ssl_certfile is not None:
+        http["ssl_certfile"] = str(options.ssl_certfile)
+        http["ssl_keyfile"] = str(options.ssl_keyfile or options.ssl_certfile)  # Ray takes no certificate alone
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     try:
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=quiet)

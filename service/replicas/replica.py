@@ -120,15 +120,16 @@ class Replica:
         self._place = ReplicaPlace.below(arguments["cache_tiers"].path or Path(default_store()))
         own = arguments_at(arguments, self._place)
         self._folder = tempfile.TemporaryDirectory(prefix="kvstore-")
-        path = f"{self._folder.name}/http"
+        path = Path(self._folder.name) / "http"
         most = options.max_connections + 1  # one more than the ingress has requests, for Ray's look at the health
-        self._server = Server(replace(options, takes_session_names=True, max_connections=most))
-        await self._server.listen(path)
+        here: dict[str, Any] = {"uds": path, "ssl_certfile": None, "ssl_keyfile": None, "replicas": None}
+        self._server = Server(replace(options, takes_session_names=True, max_connections=most, **here))
+        await self._server.listen()
         await self._server.load(lambda: open_engine(model, own, options))
         gc.collect()
         gc.freeze()
         self._client = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path, limit=0), timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.UnixConnector(str(path), limit=0), timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False, skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )  # fmt: skip
         self._watching = asyncio.create_task(watch(self._server.context))
@@ -163,7 +164,7 @@ class Replica:
         that is being started again is still this server's to wait for.
         """
         if self._closing is None:
-            async with self._client.get("http://localhost/health") as reply:
+            async with self._client.get("http://localhost/livez") as reply:
                 if reply.status != 200:
                     raise KVStoreError(f"{self._place.name} has failed: {(await reply.text())[:200]}")
 

@@ -16,14 +16,15 @@ import msgspec
 
 from kvstore.service.api.naming import UNREADABLE, Naming, name_of
 from kvstore.service.api.openai.responses import RESPONSE_ID
+from kvstore.service.api.openai.responses import ROUTE as RESPONSES
 from kvstore.service.api.sessions.chat import ROUTE as CHAT
 from kvstore.service.api.sessions.turns import ID_BYTES
 from kvstore.service.http.errors import unavailable
 from kvstore.service.replicas.replica import Head, Whole, refusal
 
 SESSION_PATH = re.compile(r"/sessions/([^/?]+)")
-RESPONSE_PATH = re.compile(r"/v1/responses/([^/?]+)")
-NEW_ON = (CHAT, "/v1/responses")  # where a request that names no session begins one
+RESPONSE_PATH = re.compile(r"/v1/responses/(?!compact$)([^/?]+)")
+NEW_ON = (CHAT, RESPONSES)  # where a request that names no session begins one
 MAX_OPENING = 8  # messages up to the first that a user has sent
 Answer = tuple[Head, bytes]
 _HEALTH = ("/health", "/healthz", "/livez", "/ping")
@@ -79,6 +80,8 @@ def affinity_of(
     if said is None:
         return Affinity(_of_tenant(name_of(headers, Naming()), tenant))
     session = _text(said.session_id) if path == CHAT else _session_of(_text(said.previous_response_id))
+    if path == RESPONSES and not session:
+        session = name_of({}, Naming(conversation=said.conversation))
     if session:
         return Affinity(session)
     if path in NEW_ON and said.store is not False and naming_key is not None:

@@ -38,6 +38,7 @@ COMMANDS = {
     "why": "say why a request of a running server computed what an earlier one had",
     "plan": "predict hit rate and time to first token for other sizes of the tiers",
     "vllm-config": "write the flags under which vLLM keeps its KV in a store",
+    "completion": "print a script that completes this command line in a shell",
 }
 HELP_COLUMN = 30
 MOST_SHOWN = 10  # names that a message lists

@@ -46,6 +46,10 @@ def _replica_counts(text: str) -> tuple[int, int]:
 
 
 REPLICAS = ValueForm("N", _replica_counts, "a number such as 2, or the least and the most, such as 1-4")
+OTLP = ValueForm(
+    "URL", matching(r"https?://[^\s/]+(/\S*)?"), "the URL of a collector, such as http://localhost:4318/v1/traces",
+    is_place=True,
+)  # fmt: skip
 BODY_SIZE = ValueForm("SIZE", parse_size, "1KiB to 1GiB", 1024, 2**30)
 SECONDS = seconds(0.001)
 HOST = ValueForm(
@@ -63,6 +67,13 @@ class ServeOptions:
 
     host: str = setting("127.0.0.1", TEXT, "address to listen on")
     port: int = setting(8000, whole(0, 2**16 - 1, "PORT"), "port to listen on; 0 takes any free one")
+    uds: Path | None = setting(
+        None, FILE, "Unix socket to listen on instead of a port; its file is open to the user and the group (0660)"
+    )
+    ssl_certfile: Path | None = setting(None, FILE, "certificate and its chain, PEM: the server speaks HTTPS")
+    ssl_keyfile: Path | None = setting(
+        None, FILE, "the certificate's private key, PEM; not readable by others", shown="in the certificate's file"
+    )
     api_key: str | None = setting(
         None, TEXT, "key that requests must bring (tenant: none); in the list of processes, unlike KVSTORE_API_KEY",
         secret=True,
@@ -107,6 +118,10 @@ class ServeOptions:
         "info", one_of(*LOG_LEVELS),
         "debug, info, warning or error; debug shows polls of /health, /metrics and the like, too",
     )  # fmt: skip
+    otlp_traces_endpoint: str | None = setting(
+        None, OTLP, "collector of OpenTelemetry that gets a span of each request by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces; needs the extra otel",
+    )  # fmt: skip
     vllm_metrics: bool = setting(False, SWITCH, "show /metrics under vLLM's names, too, for what scrapes vllm:*")
     log_format: str = setting("text", one_of(*LOG_FORMATS), "text or json, one line a request")
     replicas: tuple[int, int] | None = setting(
@@ -128,11 +143,19 @@ class ServeOptions:
         if self.data_parallel_size > 1 and self.replicas is not None:
             value = f"{self.data_parallel_size}, and --replicas starts whole servers"
             raise ConfigError("data_parallel_size", value, "give one of them")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile", f"{self.ssl_keyfile}, without a certificate", "give --ssl-certfile, too")
+        if self.uds is not None and self.replicas is not None:
+            raise ConfigError("uds", f"{self.uds}, and replicas answer at a port", "give --uds or --replicas")
         has_key = self.api_key is not None or self.api_key_file is not None
         if not self.is_loopback and not self.allow_no_key and not has_key:
             value = f"{self.host}, which others can reach, and there is no key for users"
             remedy = "give --api-key or --api-key-file, or --allow-no-key when everybody may use it"
             raise ConfigError("host", value, remedy)
+
+    def address(self, port: int) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.ssl_certfile is None else 'https'}://{host}:{port}"
 
     @property
     def is_loopback(self) -> bool:

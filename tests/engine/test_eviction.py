@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kvstore import AnswerOptions, CacheTiers, Engine, SamplingParams
+from kvstore.engine.outputs import Earlier
 from kvstore.errors import ConfigError, RequestError
 from kvstore.policy.conversation import Answer
 from kvstore.store.history import history_files
@@ -90,6 +91,22 @@ def test_what_a_waiting_request_needs_goes_last(hbm_only):
     while not all(handle.done for handle in handles):
         engine.step()
     assert cached(handles[2].output) == (96, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", [b"ada", b""])
+def test_a_parent_s_own_end_stays_while_a_sub_agent_of_its_name_runs(hbm_only, name):
+    engine, named = hbm_only(eviction="lru"), Earlier(conversation=name)
+    calls = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logit_bias={9: 100}, stop=[text_of(engine, 9)])
+    parent = engine.submit(tokens(0, PROMPT), calls, earlier=named)
+    while not parent.done:
+        engine.step()
+    child = engine.submit([*tokens(0, PROMPT)[:32], *tokens(9, 33)], greedy(100), earlier=named)
+    for seed in range(1, 5):
+        ask(engine, tokens(seed, PROMPT), 1)
+    assert not child.done
+    assert in_hbm(engine, 0) == (96 if name else 32), "what they share stays in any case"
+    while not child.done:
+        engine.step()
 
 
 @pytest.fixture

@@ -385,3 +385,40 @@ def test_a_flush_ends_while_requests_go_on_and_the_disk_is_slow(tmp_path, store)
             assert not any(one.done() for one in asking)
         finally:
             ends.set()
+
+
+# -- what a request writes ---------------------------------------------------------------------------------------------
+def test_what_a_request_writes_is_counted_once(model, store):
+    prompt = tokens(70, 100)
+    with open_engine(model, store) as engine:
+        first, again = ask(engine, prompt, 40), ask(engine, prompt, 40)
+        assert (first.usage.cache_write_tokens, again.usage.cache_write_tokens) == (96, 0)
+        longer = [*prompt, *first.token_ids, *tokens(71, 50)]
+        usage = engine.generate([longer], greedy(4, n=3))[0].usage
+        assert (usage.cached_tokens, usage.cache_write_tokens) == (128, 48), "the answer's blocks were there"
+        both = engine.generate([tokens(72, 64)] * 2, greedy(1))
+        assert sorted(out.usage.cache_write_tokens for out in both) == [0, 64]
+        settle(engine)
+    with open_engine(model, store) as engine:
+        assert ask(engine, longer).usage.cache_write_tokens == 0
+    with open_engine(model) as engine:
+        assert ask(engine, prompt).usage.cache_write_tokens == 0, "there is no tier below HBM"
+
+
+def test_only_what_finds_room_counts_as_written(model, store):
+    with open_engine(model, store, cpu=8 * LLAMA_BLOCK_BYTES) as engine:
+        outs = engine.generate([tokens(seed, 160) for seed in range(80, 88)], greedy(1))
+        settle(engine)
+        written = sum(out.usage.cache_write_tokens for out in outs)
+        assert 0 < written == 16 * counters(engine)["saved"] and counters(engine)["dropped_saves"]
+
+
+def test_what_was_written_before_a_preemption_counts(model, store):
+    with by_hand(open_engine(model, store, max_num_batched_tokens=48)) as engine:
+        handle = engine.submit(tokens(90, 160), greedy(1))
+        engine.step()
+        roster = engine.loop.scheduler.roster
+        roster.preempt(*roster.requests.values())
+        while not handle.done:
+            engine.step()
+        assert (handle.output.usage.cached_tokens, handle.output.usage.cache_write_tokens) == (0, 160)

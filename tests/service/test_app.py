@@ -72,6 +72,11 @@ def anonymous(server, route, **headers):
     )  # fmt: skip
 
 
+def code_of(reply):
+    """Of an error, or its type where it has Anthropic's shape, which has no code."""
+    return reply.error.get("code", reply.error["type"])
+
+
 # -- every route -----------------------------------------------------------------------------------------------------
 def test_every_route_declares_what_it_is():
     places = [(route.method, route.path) for route in ROUTES]
@@ -91,15 +96,17 @@ def test_only_public_routes_answer_without_a_key(server, route):
         return
     assert reply.status == 401
     assert reply.headers["www-authenticate"] == "Bearer"
-    assert (reply.error["type"], reply.error["code"]) == ("authentication_error", "invalid_api_key")
+    assert (reply.error["type"], code_of(reply)) in (
+        ("authentication_error", "invalid_api_key"), ("authentication_error", "authentication_error")
+    )  # fmt: skip
     assert anonymous(server, route, Authorization="Bearer some-other-key").status == 401
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_no_route_answers_a_foreign_page(server, route):
     headers = {"Origin": "http://evil.example", "Authorization": f"Bearer {ADMIN_KEY}"}
-    assert anonymous(server, route, **headers).error["code"] == "origin_not_allowed"
-    assert anonymous(server, route, Host="evil.example").error["code"] == "host_not_allowed"
+    assert code_of(anonymous(server, route, **headers)) in ("origin_not_allowed", "permission_error")
+    assert code_of(anonymous(server, route, Host="evil.example")) in ("host_not_allowed", "permission_error")
 
 
 # -- pages of an allowed origin --------------------------------------------------------------------------------------
@@ -313,7 +320,7 @@ def test_only_public_routes_answer_while_nothing_can_be_served(server, monkeypat
         if route.path in HEALTHY:
             assert reply.status == (200 if route.path == "/livez" else 503)
         elif route.access != "public":
-            assert (reply.status, reply.error["code"]) == (503, state)
+            assert reply.status == 503 and code_of(reply) in (state, "overloaded_error")
         assert reply.status != 503 or int(reply.headers["retry-after"]) > 0
     assert server.get("/health").json()["status"] == state
     assert server.get("/ready").json() == {"ready": False}

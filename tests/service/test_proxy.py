@@ -15,7 +15,8 @@ import pytest
 from tests.support.faults import before_each_step
 from tests.support.redis_server import free_port
 from tests.support.service.browser import Tabs
-from tests.support.service.serving import Serving, serving
+from tests.support.service.serving import ADMIN, ADMIN_KEY, Serving, serving
+from tests.support.service.talking import LONG, SHORT, Stream
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 NAME = "chat.localhost"  # a browser takes every such name for this machine
@@ -27,6 +28,10 @@ http {{
     access_log off;
     client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
     uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    {servers}
+}}
+"""
+SERVERS = """
     upstream kvstore {{ server 127.0.0.1:{target}; }}
     server {{ listen 127.0.0.1:{plain}; location / {{ {common} proxy_pass http://127.0.0.1:{target}; }} }}
     server {{ listen 127.0.0.1:{other}; location / {{ default_type text/html; return 200 "<title>other</title>"; }} }}
@@ -35,7 +40,16 @@ http {{
         listen 127.0.0.1:{same};
         location / {{ {common} proxy_pass http://127.0.0.1:{target}; proxy_set_header Host $host; }}
     }}
-}}
+"""
+BALANCED = """
+    upstream balanced {{ server 127.0.0.1:{first}; server 127.0.0.1:{second}; }}
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{
+            {common} proxy_pass http://balanced; proxy_set_header Host localhost;
+            proxy_next_upstream http_503 non_idempotent;
+        }}
+    }}
 """
 COMMON = "proxy_http_version 1.1; proxy_buffering off; proxy_read_timeout 600s; client_max_body_size 32m;"
 # Whose Host is sent: nginx's own, its upstream's name, the browser's without port; and a page that is not the server's.
@@ -48,18 +62,17 @@ def is_open(port: int) -> bool:
 
 
 @contextmanager
-def nginx(folder: Path, target: int, ports: dict[str, int]) -> Iterator[None]:
-    """A proxy in front of a server on port `target`, with each of KINDS on its port. Skips where there is none."""
+def nginx(folder: Path, servers: str, *ports: int) -> Iterator[None]:
+    """A proxy with these parts of its configuration, which listen on these ports. Skips where there is none."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:
         pytest.skip("needs nginx")
-    text = CONFIGURATION.format(folder=folder, target=target, common=COMMON, **ports)
-    (folder / "nginx.conf").write_text(text)
+    (folder / "nginx.conf").write_text(CONFIGURATION.format(folder=folder, servers=servers))
     command = [program, "-c", str(folder / "nginx.conf"), "-p", str(folder), "-e", "stderr"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        wait_until(lambda: process.poll() is not None or all(map(is_open, ports.values())), "nginx listens")
+        wait_until(lambda: process.poll() is not None or all(map(is_open, ports)), "nginx listens")
         assert process.poll() is None, (folder / "log").read_text()
         yield
     finally:
@@ -77,8 +90,10 @@ def server(ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> I
     """With what docs/security.md says to give for the two usual configurations; the upstream's name is not allowed."""
     origins = tuple(f"http://{NAME}:{ports[kind]}" for kind in ("plain", "same", "other"))
     folder = tmp_path_factory.mktemp("nginx")
-    with serving(api_key=KEY, allowed_origins=origins) as running, nginx(folder, running.server.port, ports):
-        yield running
+    with serving(api_key=KEY, allowed_origins=origins) as running:
+        servers = SERVERS.format(target=running.server.port, common=COMMON, **ports)
+        with nginx(folder, servers, *ports.values()):
+            yield running
 
 
 def through(server: Serving, port: int) -> Serving:
@@ -155,3 +170,18 @@ def test_a_page_of_an_allowed_origin_may_call_and_no_other(server: Serving, port
     assert page.evaluate(CALL, [f"{server.url}/chat", KEY]) == "TypeError"
     assert server.get("/sessions").json()["data"] == before
     tabs.errors.clear()
+
+
+def test_requests_go_to_the_other_server_while_one_is_drained(server: Serving, tmp_path: Path) -> None:
+    port, other = free_port(), server.server.port
+    with serving(api_key=KEY, admin_key=ADMIN_KEY) as drained:
+        servers = BALANCED.format(first=drained.server.port, second=other, port=port, common=COMMON)
+        with nginx(tmp_path, servers, port):
+            proxied = through(server, port)
+            running = Stream(drained, "/chat", {"message": "Count.", **LONG})
+            assert isinstance(running.next(), dict)
+            assert drained.request("POST", "/admin/drain", {}, ADMIN).json() == {"draining": True, "running": 1}
+            for _ in range(4):
+                assert proxied.post("/chat", {"message": "Hello", **SHORT}).status == 200
+            assert running.rest()[-1] == "[DONE]"
+        assert drained.context.metrics.render({}).count(b'status="503"') >= 1

@@ -176,13 +176,13 @@ def deletion_that_leaves_the_bytes():
 
 
 def waiting_requests_that_do_not_count():
-    def blind(queue_for):
-        def queue(self, conversation, now_s):
-            return queue_for(self, replace(conversation, wanted=None, num_running=0), now_s)
+    def blind(value_of):
+        def value(self, conversation, now_s):
+            return value_of(self, replace(conversation, wanted=None, num_running=0), now_s)
 
-        return queue
+        return value
 
-    return {(EvictionOrder, "_queue_for"): blind}
+    return {(EvictionOrder, "_value"): blind}
 
 
 def cached_tokens_counted_again():

@@ -10,7 +10,8 @@ HEAD = f"""# Every flag
 
 {EPILOG}
 
-`MODEL` is no flag: it stands alone. Where a command is not named, the flag has another meaning there, or none.
+`MODEL` and `SHELL` are no flags: they stand alone. Where a command is not named, the flag has another meaning there,
+or none.
 
 | flag | commands | what it is | default |
 |---|---|---|---|

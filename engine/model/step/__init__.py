@@ -4,6 +4,7 @@ Decides nothing about requests.
 
 - `graphs`: decode steps and short prompts as CUDA graphs: captured at start, replayed with padding
 - `masks`: which tokens the grammars of rows allow next
+- `penalties`: for what a row has already seen
 - `runner`: runs one step of the scheduler on the model, and steps that are in flight
 - `sampler`: how each row of the batch is sampled: argmax, and inverse CDF with top-k and top-p
 - `tensors`: a step's arrays on the device, in one copy; those of graphs, where they stay

@@ -18,9 +18,11 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from kvstore.engine.model.step.masks import GrammarMasks, allows_others
+from kvstore.engine.model.step.penalties import Penalties
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.kernels.paged_batch import to_device
+from kvstore.kernels.token_masks import forbid_tokens
 
 # How many of the best tokens to look at for top-k and top-p, in turn, before everything is sorted.
 TOP_WIDTHS = (128, 2048)
@@ -305,8 +307,9 @@ class Sampler:
         self._state = np.full(max_rows, self._clear)
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> token ids, biases
         self._stops: dict[int, np.ndarray] = {}  # row -> token ids that min_tokens forbids
-        self._penalties = _Penalties(max_rows, vocab_size, device)
-        self._masks = GrammarMasks(vocab_size, device)
+        self._penalties = Penalties(max_rows, vocab_size, device)
+        self._masks = GrammarMasks(vocab_size)
+        self._edited = torch.empty(0, vocab_size)
         self._by_row: tuple[dict[int, Any], ...] = (self._biases, self._stops, self._masks.matchers)
 
     def set_row(
@@ -373,7 +376,7 @@ class Sampler:
             self._penalties.add(self._tensor(penalty_rows[penalised]), tokens[self._tensor(penalised)].clamp_(min=0))
 
     def sample(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> SampledTokens:
-        """Sample one token from each row of logits [R, V] of any float dtype, which do not change; rows [R].
+        """Sample one token from each row of logits [R, V] of any float dtype, which may be overwritten; rows [R].
 
         A row may occur several times with different choice_offsets [R], which are added to its seed. Logits without a
         usable number give a token, too: the argmax after nan_to_num.
@@ -399,7 +402,7 @@ class Sampler:
         return to_device(torch.from_numpy(values.copy()), self._device)
 
     def _edit(self, raw: Tensor, rows: np.ndarray, state: np.ndarray) -> Tensor:
-        """Bias, min_tokens, penalties and grammars, in this order, on a copy; `raw` itself when no row wants any.
+        """Bias, min_tokens, penalties and grammars, in this order: in place, unless a row wants `raw`'s logprobs.
 
         min_tokens does not hold back the end of an answer to which nothing more can be added.
         """
@@ -410,13 +413,11 @@ class Sampler:
         if not (len(biased) or len(held) or len(penalised) or len(constrained)):
             return raw
         masks = self._masks.masks(rows[constrained]) if len(constrained) else np.empty((0, 0), np.int32)
-        if len(constrained) == len(rows) and not (len(biased) or len(held) or len(penalised)):
-            return self._masks.masked(raw, masks)  # without a copy of the logits
         if len(constrained) and len(held):
             masked = dict(zip(constrained.tolist(), masks, strict=True))
             goes_on = [i not in masked or allows_others(masked[i], self._stops[rows[i]]) for i in held.tolist()]
             held = held[goes_on]
-        logits = self._masks.copied(raw)
+        logits = raw if raw.dtype == torch.float32 and (state["logprobs"] < 0).all() else self._copied(raw)
         if len(biased):
             ids, biases = zip(*(self._biases[row] for row in rows[biased].tolist()), strict=True)
             where = self._positions(biased, ids)
@@ -427,70 +428,17 @@ class Sampler:
         if len(penalised):
             self._penalties.apply(logits, penalised, state[penalised])
         if len(constrained):
-            logits.index_add_(0, self._tensor(constrained), self._masks.added(masks))
+            forbid_tokens(logits, constrained, masks)
         return logits
+
+    def _copied(self, raw: Tensor) -> Tensor:
+        """A copy of logits in float32; on a CPU where the last one was, because new pages cost more than the copy."""
+        if raw.device.type != "cpu":
+            return raw.to(torch.float32, copy=True)
+        if len(self._edited) < len(raw):
+            self._edited = torch.empty(raw.shape, dtype=torch.float32)
+        return self._edited[: len(raw)].copy_(raw)
 
     def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """An index into logits: every id of ids[i] in row indices[i]."""
         return self._tensor(np.repeat(indices, [len(some) for some in ids])), self._tensor(np.concatenate(ids))
-
-
-class _Penalties:
-    """Token counts of the rows that use penalties, in a pool of dense rows that grows when it must."""
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._max_rows = max_rows
-        self._vocab_size = vocab_size
-        self._seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in the prompt or the answer
-        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # in the answer
-        self._free: list[int] = []
-
-    def acquire(self, prompt_token_ids: np.ndarray, output_token_ids: np.ndarray) -> int:
-        if not self._free:
-            self._grow()
-        row = self._free.pop()
-        output = torch.from_numpy(np.asarray(output_token_ids, np.int64))
-        prompt = torch.from_numpy(np.unique(np.asarray(prompt_token_ids, np.int64)))
-        counts = torch.bincount(output, minlength=self._vocab_size).to(self._counts.dtype)
-        self._counts[row] = to_device(counts, self._counts.device)
-        self._seen[row] = self._counts[row] > 0
-        self._seen[row].index_fill_(0, to_device(prompt, self._seen.device), True)
-        return row
-
-    def release(self, row: int) -> None:
-        self._free.append(row)
-
-    def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        one = torch.ones((), dtype=torch.int32, device=self._counts.device)
-        self._counts.index_put_((rows, token_ids), one, accumulate=True)
-        self._seen.index_put_((rows, token_ids), one.bool())
-
-    def apply(self, logits: Tensor, indices: np.ndarray, state: np.ndarray) -> None:
-        """Penalise the tokens that were seen in rows `indices` [P] of logits float32, whose state is `state` [P]."""
-        names = ("penalty_row", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        columns = np.stack([indices, *(state[name] for name in names)]).astype(np.float64)
-        packed = to_device(torch.from_numpy(columns), logits.device)
-        rows, penalty_rows, factors = packed[0].long(), packed[1].long(), packed[2:].float()
-        if logits.device.type == "cuda":  # over the whole vocabulary: finding the seen tokens would wait
-            values = logits[rows]
-            changed = _penalised(values, self._counts[penalty_rows], *factors.unsqueeze(-1))
-            logits[rows] = torch.where(self._seen[penalty_rows], changed, values)
-            return
-        # One entry per distinct token, few compared with V.
-        which, ids = self._seen[penalty_rows].nonzero(as_tuple=True)
-        values = logits[rows[which], ids]
-        logits[rows[which], ids] = _penalised(values, self._counts[penalty_rows[which], ids], *factors[:, which])
-
-    def _grow(self) -> None:
-        old = len(self._counts)
-        new = min(max(2 * old, 4), self._max_rows)
-        assert new > old, "more rows with penalties than rows"
-        self._seen = F.pad(self._seen, (0, 0, 0, new - old))
-        self._counts = F.pad(self._counts, (0, 0, 0, new - old))
-        self._free.extend(range(new - 1, old - 1, -1))
-
-
-def _penalised(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Penalties as in vLLM: repetition is a factor that makes the logit smaller; then come frequency and presence."""
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    return values - frequency * counts - presence * (counts > 0)

@@ -16,6 +16,7 @@ from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
+from kvstore.service.api.pinning import CacheOptions, pin_s_of
 from kvstore.service.api.sessions.chat import delta_of
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.http.errors import Route, bad_request
@@ -36,6 +37,7 @@ class ChatCompletionBody(schema.Talking, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: schema.TopLogprobs | None = None
     truncation_reuse: str | None = None
+    prompt_cache_options: CacheOptions | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -204,6 +206,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     history = StatelessRequest(
         tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options,
         name_of(request.headers, body), bool(body.continue_final_message),
+        pin_s_of(body.prompt_cache_options, schema.breakpoints_in(message.content for message in body.messages)),
     )  # fmt: skip
     opened = open_stateless(context, request[EXCHANGE], history)
     return await answer(

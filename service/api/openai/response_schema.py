@@ -1,22 +1,26 @@
 """Bodies, answers and events of /v1/responses, in OpenAI's shapes. Knows no handler."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvstore.config import SESSION_ID
 from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
 from kvstore.engine.text.prompts import in_order_of_calls
-from kvstore.errors import RequestError
-from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, options_of
+from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, flat_options_of
+from kvstore.service.api.naming import Naming, name_of
+from kvstore.service.api.pinning import CacheOptions, pin_s_of
 from kvstore.service.api.schema import (
     CachedTokens,
     ContentPart,
     Count,
     MessageIn,
     Sampling,
+    breakpoints_in,
     message_of,
     text_of,
     usage_object,
@@ -27,14 +31,13 @@ from kvstore.service.http.errors import bad_request
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-
-
+COMPACTED = "kvstore:"  # the mark of this server's summaries
 Parts = Annotated[list[ContentPart], Meta(max_length=4096)]
 
 
 class InputItem(msgspec.Struct):
-    """A message, a call of a function, or a call's output, as it is sent or as it came in an output. Reasoning is
-    passed over.
+    """A message, a call of a function, a call's output, or a compaction, as it is sent or as it came in an output.
+    Reasoning is passed over.
     """
 
     type: str | None = None
@@ -44,6 +47,7 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
+    encrypted_content: str | None = None
 
 
 class Format(msgspec.Struct, omit_defaults=True):
@@ -76,7 +80,9 @@ class Reasoning(msgspec.Struct):
 
 class ResponseBody(Sampling, kw_only=True):
     """input: a text, or messages. previous_response_id: the conversation goes on there; without `instructions` with
-    the same system prompt. store: false keeps no conversation."""
+    the same system prompt. conversation: an id, or an object with an `id`; that session goes on, or begins. store:
+    false keeps no conversation.
+    """
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
@@ -94,7 +100,15 @@ class ResponseBody(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
+    prompt_cache_options: CacheOptions | None = None
     background: bool | None = None
+
+    @property
+    def pin_s(self) -> float | None:
+        """See `pin_s_of`. Raises ApiError 400."""
+        items = () if isinstance(self.input, str) else self.input
+        contents = [content for item in items for content in (item.content, item.output)]
+        return pin_s_of(self.prompt_cache_options, breakpoints_in(contents))
 
     @property
     def options(self) -> AnswerOptions:
@@ -110,11 +124,7 @@ class ResponseBody(Sampling, kw_only=True):
             ToolIn(one.type, FunctionIn(one.name or "", one.description, one.parameters, one.strict))
             for one in self.tools or ()
         ]
-        try:
-            return options_of(tools, choice, self.parallel_tool_calls, variables or {}, effort)
-        except RequestError as error:  # a tool is the function here, and has none
-            message, param = (text.replace("].function.", "].") for text in (str(error), error.param or ""))
-            raise RequestError(message, param or None) from None
+        return flat_options_of(tools, choice, self.parallel_tool_calls, variables or {}, effort)
 
     @property
     def constraints(self) -> dict[str, Any]:
@@ -123,6 +133,29 @@ class ResponseBody(Sampling, kw_only=True):
             return super().constraints
         schema = JsonSchema(given.name, given.schema, given.strict) if given.type == "json_schema" else None
         return super().constraints | {"text.format": ResponseFormat(given.type, schema)}
+
+
+# The last message of a compaction, behind a history that the cache has.
+_COMPACT = (
+    "Sum up this conversation, so that somebody can go on with it who has only your summary: what is asked, what was "
+    "done and decided, what was found out, and what is left to do. Answer with the summary alone."
+)
+
+
+class CompactBody(ResponseBody, kw_only=True):
+    """What the summary is made of: `input`, after what previous_response_id or conversation names. `tools`, as in the
+    request before, keep its prompt, and so its KV.
+    """
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)] = msgspec.field(default_factory=list)
+
+    def asking(self) -> ResponseBody:
+        """The request for the summary. Raises ApiError 400 where there is nothing to sum up."""
+        if not self.input and self.previous_response_id is None and self.conversation is None:
+            raise bad_request("input", "input is missing; give it, or say what goes on", "missing")
+        said = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        asked = [*said, InputItem(role="user", content=_COMPACT)]
+        return msgspec.structs.replace(self, input=asked, store=False, tool_choice="none" if self.tools else None)
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -167,11 +200,11 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cache_write_tokens is not counted. miss, thinking: see `PromptTokensDetails`."""
+    """See `PromptTokensDetails`."""
 
     cached_tokens: int
     cached_tokens_details: CachedTokens
-    cache_write_tokens: int = 0
+    cache_write_tokens: int
     miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
 
@@ -206,6 +239,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
+    conversation: dict[str, str] | None = None
     status: str
     error: None = None
     incomplete_details: IncompleteDetails | None = None
@@ -227,6 +261,57 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
+class InputText(msgspec.Struct, kw_only=True):
+    type: str = "input_text"
+    text: str
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    type: str = "message"
+    id: str
+    role: str
+    status: str = "completed"
+    content: list[InputText]
+
+
+class CallOutput(msgspec.Struct, kw_only=True):
+    type: str = "function_call_output"
+    id: str
+    call_id: str
+    output: str
+    status: str = "completed"
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """A page of what a response answers: `InputMessage`, `CallOutput` and `OutputItem`. last_id: pass it as `after` to
+    get the next one.
+    """
+
+    object: str = "list"
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Compaction(msgspec.Struct, kw_only=True):
+    """encrypted_content: the summary itself, behind a mark. Whoever sends it back brings it into the prompt."""
+
+    type: str = "compaction"
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    """output: the messages of the user, and then a `Compaction`: the input of the next request."""
+
+    id: str
+    object: str = "response.compaction"
+    created_at: int
+    output: list[Any]
+    usage: ResponseUsage
+
+
 class ResponseDeleted(msgspec.Struct):
     id: str
     object: str
@@ -236,9 +321,7 @@ class ResponseDeleted(msgspec.Struct):
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
     cached = usage.prompt_tokens_details
-    details = InputTokensDetails(
-        cached.cached_tokens, cached.cached_tokens_details, miss=cached.miss, thinking=cached.thinking
-    )
+    details = InputTokensDetails(**msgspec.structs.asdict(cached))
     return ResponseUsage(
         usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
         usage.capped_max_tokens,
@@ -288,6 +371,31 @@ def reasoning_item(response_id: str, text: str | None, status: str) -> OutputRea
     return OutputReasoning(id="rs_" + response_id.removeprefix("resp_"), status=status, content=content)
 
 
+def input_items(name: str, messages: Sequence[Message]) -> list[Any]:
+    """A history as items; name: of its session, for their ids."""
+    items = list[Any]()
+    for index, message in enumerate(messages):
+        item_id = f"{name}_{index}"
+        if message["role"] == "assistant":
+            items += items_of(f"resp_{item_id}", message, "completed")
+        elif message["role"] == "tool":
+            items.append(CallOutput(id=f"fco_{item_id}", call_id=message["tool_call_id"], output=message["content"]))
+        else:
+            text = InputText(text=message["content"])
+            items.append(InputMessage(id=f"msg_{item_id}", role=message["role"], content=[text]))
+    return items
+
+
+def compacted(response_id: str, history: Sequence[Message], result: TurnResult) -> CompactedResponse:
+    """history: what was summed up."""
+    name = response_id.removeprefix("resp_")
+    summary = Compaction(id=f"cmp_{name}", encrypted_content=COMPACTED + result.message["content"])
+    users = input_items(name, [message for message in history if message["role"] == "user"])
+    return CompactedResponse(
+        id=response_id, created_at=int(result.created_s), output=[*users, summary], usage=usage_of(result)
+    )
+
+
 def call_item(call_id: str, name: str, arguments: str, status: str) -> OutputCall:
     item_id = "fc_" + call_id.removeprefix("call_")
     return OutputCall(id=item_id, call_id=call_id, name=name, arguments=arguments, status=status)
@@ -310,7 +418,7 @@ def said_of(body: ResponseBody) -> tuple[str | None, list[Message]]:
 
 _NEEDED = {
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"), "reasoning": (),
+    "function_call_output": ("call_id", "output"), "reasoning": (), "compaction": ("encrypted_content",),
 }  # fmt: skip
 
 
@@ -330,6 +438,10 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
     elif kind == "function_call_output":
         text = text_of(item.output or "", f"{param}.output")
         said.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    elif kind == "compaction":
+        if not (item.encrypted_content or "").startswith(COMPACTED):
+            raise bad_request(f"{param}.encrypted_content", f"{param} is no compaction of this server; leave it out")
+        said.append({"role": "assistant", "content": (item.encrypted_content or "").removeprefix(COMPACTED)})
     elif kind == "function_call":
         if not said or said[-1]["role"] != "assistant":
             said.append({"role": "assistant", "content": ""})
@@ -337,10 +449,22 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
         said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function, "type": "function"})
 
 
+def conversation_of(body: ResponseBody) -> str | None:
+    """The id of the conversation that goes on, or begins. Raises ApiError 400."""
+    if body.conversation is None:
+        return None
+    if body.previous_response_id is not None:
+        raise bad_request("conversation", "conversation and previous_response_id both say what goes on; give one")
+    name = name_of({}, Naming(conversation=body.conversation))
+    if not SESSION_ID.fullmatch(name):
+        message = f"conversation is {str(body.conversation)[:80]!r}; give an id of 1 to 128 letters, digits, '_' or '-'"
+        raise bad_request("conversation", message)
+    return name
+
+
 def check_supported(body: ResponseBody) -> None:
     """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
     asked: dict[str, Any] = {
-        "conversation": body.conversation is not None,
         "background": body.background,
         "cache_salt": body.cache_salt is not None,
     }

@@ -1,9 +1,11 @@
 """/v1/responses: OpenAI's way to hold a conversation, on the same sessions as /chat.
 
 A response is a turn of a session. A response that continues the last turn becomes the session's next turn. One that
-continues an earlier turn, or comes while another runs, begins a fork.
+continues an earlier turn, or comes while another runs, begins a fork. A conversation is the session of that id: its
+response is the next turn, whichever was the last one.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -28,11 +30,13 @@ from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
 from kvstore.service.api.schema import accept, sampling_params
 from kvstore.service.api.sessions import turns
+from kvstore.service.api.sessions.routes import EmptyBody, read_optional_body, whole_number
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
-from kvstore.service.http.errors import ApiError, Route, json_response
+from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
+DEFAULT_ITEMS, MAX_ITEMS = 20, 100  # OpenAI's
 Turns = Sequence[Turn[TurnResult]]
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
 
@@ -146,6 +150,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     draft = schema.ResponseObject(
         id="",
         created_at=int(time.time()),
+        conversation={"id": wanted.session_id} if wanted.create else None,
         status="in_progress",
         instructions=(before.system or None) if before is not None else wanted.system,
         max_output_tokens=wanted.params.max_tokens,
@@ -166,6 +171,18 @@ async def create(request: web.Request) -> web.StreamResponse:
     return await answer(request, opened, ResponsesDialect(draft), body.stream)
 
 
+async def compact(request: web.Request) -> web.Response:
+    """A summary of a conversation, as the answer to one message more: what came before is hit. Nothing is stored."""
+    context, body = await accept(request, schema.CompactBody)
+    schema.check_supported(body)
+    asking = body.asking()
+    wanted, before = await _wanted(context, request, asking)
+    history = [*(() if before is None else before.transcript), *wanted.messages[:-1]]
+    async with _opened(request, asking, wanted, before) as (turn,):
+        result = await turn.result()
+    return json_response(schema.compacted(response_id(result.session_id, None), history, result))
+
+
 async def _wanted(
     context: Context, request: web.Request, body: schema.ResponseBody
 ) -> tuple[TurnRequest, Before | None]:
@@ -177,20 +194,28 @@ async def _wanted(
     system, said = schema.said_of(body)
     params = _params(context, body)
     tenant, request_key = tenant_of(request), request_key_of(request)
-    before = None
+    before, conversation, engine = None, schema.conversation_of(body), context.engine.engine
     if body.previous_response_id is not None:
         place = _place(body.previous_response_id, "previous_response_id")
-        engine = context.engine.engine
-        before = await context.engine.call(_before, engine, tenant, place, body.previous_response_id)
+        before = await context.engine.call(_before, engine, SessionKey(tenant, place[0]), place[1])
+        if before is None:
+            raise _unknown(body.previous_response_id, "previous_response_id")
+    elif conversation is not None:
+        before = await context.engine.call(_before, engine, SessionKey(tenant, conversation), None)
     goes_on = before is not None and system in (None, before.system)
     if before is not None and goes_on:
         system = None
+    elif before is not None and conversation is not None and body.store is not False:
+        message = "instructions are not those that the conversation began with; leave them out, or begin another one"
+        raise bad_request("instructions", message, "system_mismatch")
     elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
-    session_id = await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
+    session_id = conversation or await new_session_id(context, request, f"{ROUTE} {body.previous_response_id}")
+    is_new = not goes_on and conversation is None
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, truncation, reuse, request_key, options=body.options
-    )
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, conversation is not None,
+        options=body.options, pin_s=body.pin_s,
+    )  # fmt: skip
     return wanted, before if goes_on else None
 
 
@@ -203,15 +228,15 @@ def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
     return params
 
 
-def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> Before:
-    key = SessionKey(tenant, place[0])
+def _before(engine: Engine, key: SessionKey, number: int | None) -> Before | None:
+    """number: of the turn that is continued; None: the last one. None if it is not there."""
     engine.admin.expire(key)
-    state = engine.sessions.load(key, place[1])
+    state = engine.sessions.load(key, number)
     if state is None:
-        raise _unknown(name, "previous_response_id")
+        return None
     system = "".join(message["content"] for message in state.head.system)
     transcript = [message for message in state.messages if message["role"] != "system"]
-    return Before(Parent(*place), system, transcript)
+    return Before(Parent(key.session_id, number or state.head.num_turns), system, transcript)
 
 
 def _opened(
@@ -224,9 +249,11 @@ def _opened(
         if system:
             messages.insert(0, {"role": "system", "content": system})
         named = name_of(request.headers, body)
-        history = StatelessRequest(wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named)
+        history = StatelessRequest(
+            wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named, pin_s=wanted.pin_s
+        )
         return open_stateless(context, exchange, history)
-    if before is None:
+    if before is None or wanted.create:
         return open_turn(context, exchange, wanted)
     return _going_on(context, exchange, wanted, before.parent)
 
@@ -289,6 +316,41 @@ def _stored(head: SessionHead, record: TurnRecord) -> schema.ResponseObject:
     return schema.completed(draft, turns.result_of(head.key.session_id, record))
 
 
+async def input_items(request: web.Request) -> web.Response:
+    """What a stored response answers: the conversation up to it, the last item first unless `order` is "asc"."""
+    context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
+    session_id, number = _place(name, "response_id")
+    key, limit = SessionKey(tenant, session_id), whole_number(request, "limit", DEFAULT_ITEMS, 1, MAX_ITEMS)
+    if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
+        raise bad_request("order", f"order is {order[:40]!r}; give asc or desc")
+    await context.engine.call(_read, context.engine.engine, key, number, name)
+    before = await context.engine.call(_before, context.engine.engine, key, number)
+    if before is None:  # deleted just now
+        raise _unknown(name, "response_id")
+    items = schema.input_items(session_id, before.transcript[:-1])
+    items = items if order == "asc" else items[::-1]
+    if (after := request.query.get("after")) is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise bad_request("after", f"after is {after[:160]!r}, and no item of this response has that id")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
+    return json_response(schema.ItemList(data=page, first_id=first_id, last_id=last_id, has_more=len(items) > limit))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """End a stored response that is being made, and keep what was said. One that has ended stays as it is."""
+    context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
+    await read_optional_body(request, EmptyBody)
+    session_id, number = _place(name, "response_id")
+    hold = context.claims.on(SessionKey(tenant, session_id))
+    if hold is not None and hold.owner is not None and hold.owner.number == number:
+        await hold.owner.stop()
+        await asyncio.wrap_future(hold.released)
+    return await show(request)
+
+
 async def delete(request: web.Request) -> web.Response:
     """Delete the whole conversation: later turns quote this response, and so does their KV."""
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
@@ -303,5 +365,17 @@ _TAG, _ANSWER = "responses", schema.ResponseObject
 ROUTES = (
     Route("POST", ROUTE, create, "user", "A response, as one turn of a session.", schema.ResponseBody, _ANSWER, _TAG),
     Route("GET", f"{ROUTE}/{{id}}", show, "user", "A stored response.", None, _ANSWER, _TAG),
+    Route("GET", f"{ROUTE}/{{id}}/input_items", input_items, "user", "What it answers.", None, schema.ItemList, _TAG),
+    Route("POST", f"{ROUTE}/{{id}}/cancel", cancel, "user", "End it, keeping what was said.", EmptyBody, _ANSWER, _TAG),
+    Route(
+        "POST",
+        f"{ROUTE}/compact",
+        compact,
+        "user",
+        "A summary to go on with.",
+        schema.CompactBody,
+        schema.CompactedResponse,
+        _TAG,
+    ),
     Route("DELETE", f"{ROUTE}/{{id}}", delete, "user", "Delete its conversation.", None, schema.ResponseDeleted, _TAG),
 )

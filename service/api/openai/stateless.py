@@ -9,7 +9,7 @@ Answers that this server gave are recognised in the history, and the prompt hold
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import num_chars_of
 from kvstore.engine.turns import Turn
-from kvstore.errors import RequestError
+from kvstore.errors import KVStoreError, RequestError
 from kvstore.service.api.context import Context, Exchange
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
@@ -69,7 +69,7 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
     """What to answer. conversation: the client's name of it, or "". continues: the last message is an answer, which
-    goes on.
+    goes on. pin_s: for how many seconds the conversation is pinned.
     """
 
     tenant: str
@@ -80,6 +80,7 @@ class StatelessRequest:
     options: AnswerOptions = NO_OPTIONS
     conversation: str = ""
     continues: bool = False
+    pin_s: float | None = None
 
 
 @asynccontextmanager
@@ -118,6 +119,9 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
         # Before the client learns that its answer has ended: its next request may follow at once.
         note = partial(context.recall.note, history.tenant, history.salt, messages, output, options=options)
         await engine.call(partial(note, handle=handle, conversation=history.conversation, continues=continues))
+        if history.pin_s is not None:
+            with suppress(KVStoreError):  # the answer is whole without it
+                await engine.call(engine.engine.admin.pin_chain, handle.chain, history.pin_s, history.tenant)
     return TurnResult(
         turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
         time.time(),

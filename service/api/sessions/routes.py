@@ -197,7 +197,8 @@ def key_of(request: web.Request) -> SessionKey:
     return SessionKey(tenant_of(request), request.match_info["id"])
 
 
-def _query(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+def whole_number(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    """Of the query. Raises ApiError 400."""
     text = request.query.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
         raise bad_request(name, f"{name} must be a whole number from {low} to {high}")
@@ -213,7 +214,7 @@ async def read_optional_body(request: web.Request, type_: type[T]) -> T:
 async def list_sessions(request: web.Request) -> web.Response:
     """personal: only those that are a person's (true), or are not (false)."""
     context, tenant = context_of(request), tenant_of(request)
-    limit = _query(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+    limit = whole_number(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
     personal = request.query.get("personal")
     if personal not in (None, "true", "false"):
         raise bad_request("personal", "personal must be true or false")
@@ -228,8 +229,8 @@ async def list_sessions(request: web.Request) -> web.Response:
 async def show(request: web.Request) -> web.Response:
     """The turns after `turns_after`, at most `limit` of them."""
     context, key = context_of(request), key_of(request)
-    after = _query(request, "turns_after", 0, 0, 2**31)
-    limit = _query(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+    after = whole_number(request, "turns_after", 0, 0, 2**31)
+    limit = whole_number(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
     try:
         head, records = await context.engine.call(_read, context, key, after, limit)
     except SessionNotFoundError:

@@ -24,7 +24,7 @@ from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import num_chars_of
 from kvstore.engine.turns import Turn, held
-from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
+from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context, Exchange, tenant_of
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
@@ -42,7 +42,7 @@ class TurnRequest:
     messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session.
     create: it does if there is none of this id; fork_of: then as a fork of another one. after_turn: the session must
     have this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset
-    leaves it as it is, and gives a new session the server's.
+    leaves it as it is, and gives a new session the server's. pin_s: for how many seconds the session is pinned.
     """
 
     tenant: str
@@ -59,6 +59,7 @@ class TurnRequest:
     after_turn: int | None = None
     ttl: float | UnsetType | None = UNSET
     options: AnswerOptions = NO_OPTIONS
+    pin_s: float | None = None
 
     @property
     def key(self) -> SessionKey:
@@ -92,7 +93,8 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     num_prompt, num_completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
     miss = None if turn.miss is None else Miss(**turn.miss)
     thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
-    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss, thinking)
+    num_written = counts.get("cache_write_tokens", 0)
+    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss, thinking, num_written)
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
     message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
@@ -209,6 +211,9 @@ def _settled(
         context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id, wanted.options)
         if chat.stored.is_deleted:  # its deletion may have come before the note
             context.recall.forget_session(chat.tenant, chat.session_id)
+    if wanted.pin_s is not None:
+        with suppress(KVStoreError):  # the turn is stored without it
+            context.engine.engine.admin.pin(wanted.session_id, wanted.pin_s, wanted.tenant)
     if not chat.stored.is_deleted:
         context.engine.engine.chats.keep(chat)
     return result_of(wanted.session_id, record)

@@ -16,8 +16,9 @@ from rich.text import Text
 from kvstore.config import format_size
 from kvstore.errors import KVStoreError
 from kvstore.planning.sizing import FLAT, Point, best_so_far
+from kvstore.service.command.prompt import printable
 from kvstore.service.command.store_tables import NONE
-from kvstore.service.command.terminal import counted, printable
+from kvstore.service.command.terminal import counted
 
 HEIGHT, MOST_COLUMNS, LEAST_COLUMNS = 12, 72, 24
 GUTTER = 8  # for the scale

@@ -36,16 +36,20 @@ def builtin():
 
 
 class Client:
-    """Stateless, as the routes are: sends all it has, and keeps what it was told. messages: of a conversation."""
+    """Stateless, as the routes are: sends all it has, and keeps what it was told. messages: of a conversation; name: of
+    it.
+    """
 
-    def __init__(self, engine: Engine, tenant: str, system: str = "Be brief, and say only what you know for certain."):
-        self.engine, self.recall, self.tenant = engine, Recall(engine), tenant
+    def __init__(
+        self, engine: Engine, tenant: str, system: str = "Be brief, and say only what you know for certain.", name=""
+    ):
+        self.engine, self.recall, self.tenant, self.name = engine, Recall(engine), tenant, name
         self.messages = [{"role": "system", "content": system}]
 
     def send(self, *said, options=NO_OPTIONS, salt="", params=None, reasoning=""):
         """The output. reasoning: which the answer is taken to begin with."""
         self.messages += [{"role": "user", "content": one} if isinstance(one, str) else one for one in said]
-        prompt, starts, earlier = self.recall.prompt(self.tenant, salt, self.messages, options)
+        prompt, starts, earlier = self.recall.prompt(self.tenant, salt, self.messages, options, self.name)
         language = self.engine.chats.language
         params = language.constrained(params or greedy(20), options)
         handle = self.engine.submit(
@@ -55,7 +59,7 @@ class Client:
         output = handle.output
         if reasoning:
             output.choices[0].reasoning, output.choices[0].parsed_content = reasoning, output.text[10:]
-        self.recall.note(self.tenant, salt, self.messages, output, "", options, handle)
+        self.recall.note(self.tenant, salt, self.messages, output, "", options, handle, self.name)
         self.messages.append({k: v for k, v in output.choices[0].message.items() if k != "reasoning_content"})
         return output
 
@@ -145,12 +149,51 @@ def test_thinking_that_the_template_drops(builtin):
 def test_a_head_that_changes_at_each_request(builtin):
     client = Client(builtin, "head")
     client.send(LONG)
+    assert [cause_at(client, minute) for minute in range(3)] == ["edit", "head", "head"]
+
+
+def cause_at(client, minute):
+    """The cause of the miss of a request whose head shows the time."""
+    client.messages[0]["content"] = f"It is 12:0{minute} o'clock. Be brief, and say only what you know for certain."
+    output = client.send(LONG)
+    return miss_of(output, output.usage.miss.cause, 0, "system").cause
+
+
+@pytest.mark.parametrize(("name", "num_answers"), [("ada", 0), ("ada", 1), ("", 1)])
+def test_a_head_that_changes_while_the_answer_does_not_come_back(builtin, name, num_answers):
+    """The client asks the same again, and nothing of this server's may be in what it sends."""
+    client = Client(builtin, f"asked again, {name} {num_answers}", name=name)
+    for _ in range(num_answers):
+        client.send(LONG)
+    kept = list(client.messages)
     causes = []
+    if not num_answers:
+        assert client.send(LONG).usage.miss is None
     for minute in range(3):
-        client.messages[0]["content"] = f"It is 12:0{minute} o'clock. Be brief, and say only what you know for certain."
-        output = client.send(LONG)
-        causes.append(miss_of(output, output.usage.miss.cause, 0, "system").cause)
+        client.messages = [dict(message) for message in kept]
+        causes.append(cause_at(client, minute))
     assert causes == ["edit", "head", "head"]
+
+
+def test_a_system_message_that_was_edited_once_is_no_changing_head(builtin):
+    client = Client(builtin, "edited head", name="ada")
+    client.send(LONG)
+    kept = client.messages[:1]
+    client.messages = [dict(kept[0])]
+    assert cause_at(client, 0) == "edit"
+    client.messages = [dict(kept[0], content=client.messages[0]["content"])]
+    assert client.send(LONG).usage.miss is None
+    assert client.send(LONG).usage.miss is None
+    client.messages[0]["content"] = kept[0]["content"]
+    client.messages[1]["content"] = "No: " + LONG
+    assert client.send("Go on.").usage.miss.cause == "edit"
+
+
+def test_agents_with_one_name_and_one_system_message_are_not_taken_for_each_other(builtin):
+    client = Client(builtin, "sub-agents", name="ada")
+    client.send(LONG)
+    client.messages[1:] = []
+    assert client.send("No: " + LONG).usage.miss is None
 
 
 def test_another_salt(builtin):

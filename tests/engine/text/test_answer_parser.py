@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.engine.outputs import TextDelta, ToolCallEvent
-from kvstore.engine.text.answer_parser import MAX_PARSED, AnswerParser, make_parser
+from kvstore.engine.text.answer_parser import MAX_PARSED, AnswerParser
 from kvstore.engine.text.response_template import ResponseTemplate
 from tests.engine.text.test_response_template import FAMILIES, family, written
 
@@ -176,15 +176,11 @@ def test_reasoning_that_never_closes_is_reasoning_to_the_end():
     assert everywhere(HERMES, text, prefix=OPENING + "<think>\n", reason="length") == [TextDelta("reasoning", text)]
 
 
-def test_without_tools_a_call_is_content_and_without_reasoning_there_is_no_parser():
+def test_without_tools_a_call_is_content():
     text = "<think>Hm.</think>" + written(HERMES.calls, CALLS[:1])
     assert everywhere(HERMES, text, tools=[]) == [
         TextDelta("reasoning", "Hm."), TextDelta("content", written(HERMES.calls, CALLS[:1])),
     ]  # fmt: skip
-    assert make_parser(HERMES, "") is not None
-    assert make_parser(family("granite"), "") is None
-    assert make_parser(family("granite"), "", TOOLS) is not None
-    assert make_parser(None, "", TOOLS) is None
 
 
 def test_arguments_in_xml_are_cast_by_the_schema_and_keep_their_indentation():

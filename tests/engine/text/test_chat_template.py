@@ -216,6 +216,21 @@ def test_whether_a_template_knows_tools_is_seen_in_what_it_shows(template, knows
     assert make(template).knows_tools is knows
 
 
+HOISTED = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "shows"),
+    [(CHATML, True), ("{% for m in messages %}{{ m.content if m.role != 'system' }}{% endfor %}", False),
+     (HOISTED, False), (CHATML + "{% if messages[1:] %}{{ raise_exception('first, or never') }}{% endif %}", False)],
+)  # fmt: skip
+def test_whether_a_template_shows_a_late_system_message_where_it_comes(template, shows):
+    assert make(template).shows_late_system is shows
+
+
 @pytest.mark.parametrize(("template", "shown"), [
     (MAPPINGS, 'f: {"a": "é", "b": [1, null]}'), (TEXTS, 'f: json {"a": "é", "b": [1, null]}'),
     (REPRS, 'f: {"a": "é", "b": [1, null]}'),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore import AnswerOptions, RequestError, SamplingParams, StructuredOutputsParams
-from kvstore.engine.text.answer_parser import make_parser
+from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.compiler import GrammarCompiler
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.response_template import choose_template
@@ -64,6 +64,7 @@ def test_calls_that_must_be_made(compiler):
         assert is_allowed(compiler, required, text)
     for text in ("", "Hm" + CLOCK_CALL, WEATHER_CALL.replace("Rome", "Bonn"), WEATHER_CALL.replace("weather", "clock")):
         assert not is_allowed(compiler, required, text)
+    assert is_allowed(compiler, required, CLOCK_CALL * 16) and not is_allowed(compiler, required, CLOCK_CALL * 17)
     single = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
     one = language("hermes").constrained(PARAMS, single).structured_outputs
     assert is_allowed(compiler, one, CLOCK_CALL) and not is_allowed(compiler, one, CLOCK_CALL * 2)
@@ -132,6 +133,8 @@ def test_calls_in_one_list(compiler, name):
     lone, both = f"{opener}{utc}{closer}", f"{opener}{utc}{between}{rome}{closer}"
     required = known.constrained(PARAMS, AnswerOptions(TOOLS, "required")).structured_outputs
     assert is_allowed(compiler, required, lone) and is_allowed(compiler, required, both)
+    most, more = (opener + between.join([utc] * count) + closer for count in (16, 17))
+    assert is_allowed(compiler, required, most) and not is_allowed(compiler, required, more)
     for wrong in ("", opener + closer, lone + lone, f"{opener}{utc}{rome}{closer}", "Hm" + lone, both[:-1]):
         assert not is_allowed(compiler, required, wrong)
     single = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
@@ -142,7 +145,7 @@ def test_calls_in_one_list(compiler, name):
     for text in ("", "Hm", "Hm" + both, lone):
         assert is_allowed(compiler, may, text)
     assert not is_allowed(compiler, may, "Hm" + both.replace("Rome", "Bonn"))
-    parser = make_parser(known.answers, "", TOOLS)
+    parser = AnswerParser(known.answers, "", TOOLS)
     events = [*parser.feed(both), *parser.finish("stop")]
     assert [(event.name, event.arguments) for event in events if getattr(event, "state", "") == "whole"] == [
         ("clock", UTC.replace(":", ": ")), ("weather", ROME.replace(":", ": ").replace(",", ", "))
@@ -184,7 +187,7 @@ def test_calls_in_python(compiler):
     required = known.constrained(PARAMS, AnswerOptions([NOTE], "required")).structured_outputs
     for text, arguments in WRITTEN.items():
         assert is_allowed(compiler, required, text)
-        parser = make_parser(known.answers, "", [NOTE])
+        parser = AnswerParser(known.answers, "", [NOTE])
         events = [*parser.feed(text), *parser.finish("stop")]
         whole = [(event.name, json.loads(event.arguments)) for event in events if event.state == "whole"]
         assert whole == [("note.add", given) for given in arguments]
@@ -202,12 +205,19 @@ def test_what_is_no_name_in_python_cannot_be_called_in_it(name, argument):
         language("pythonic").constrained(PARAMS, AnswerOptions([tool], "required"))
 
 
-@pytest.mark.parametrize(("parser", "choice"), [("pythonic", "auto"), ("gemma4", "required")])
-def test_what_nothing_can_hold_a_model_to_is_refused(parser, choice):
+def test_without_tools_and_reasoning_there_is_no_parser():
+    assert language("granite").new_parser() is None
+    assert language("granite").new_parser(AnswerOptions(TOOLS, "none")) is None
+    assert language("granite").new_parser(AnswerOptions(TOOLS)) is not None
+    assert language("hermes", reasons=True).new_parser() is not None
+    assert replace(language("hermes"), answers=None).new_parser(AnswerOptions(TOOLS)) is None
+
+
+def test_what_nothing_can_hold_a_model_to_is_refused():
     with pytest.raises(RequestError, match="nothing can hold this model") as raised:
-        language(parser).constrained(PARAMS, AnswerOptions(TOOLS, choice, parallel_tool_calls=False))
+        language("pythonic").constrained(PARAMS, AnswerOptions(TOOLS, parallel_tool_calls=False))
     assert raised.value.param == "tool_choice"
-    assert language(parser).constrained(PARAMS, AnswerOptions(TOOLS)) is PARAMS
+    assert language("pythonic").constrained(PARAMS, AnswerOptions(TOOLS)) is PARAMS
 
 
 def test_the_effort_is_a_variable_of_the_template():
@@ -222,7 +232,7 @@ def test_the_effort_is_a_variable_of_the_template():
     assert raised.value.param == "reasoning_effort"
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic", "gemma4"])
 @pytest.mark.parametrize(
     "wrong", [{"properties": [1]}, {"properties": {"a": {"type": 5}}}, {"required": 5, "properties": {"a": {}}}]
 )

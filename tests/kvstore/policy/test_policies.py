@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.policy.conversation import Conversation
-from kvstore.policy.policies import POLICIES, EvictionOrder, policy_in_force
+from kvstore.policy.policies import KEPT_S, POLICIES, SAMPLE, EvictionOrder, policy_in_force
 from kvstore.policy.return_model import NUM_BUCKETS, NUM_CATEGORIES, RankTable, ReturnModel, bucket_of
 from tests.support.clocks import Clock
 
@@ -91,23 +91,6 @@ def test_adding_twice_and_discarding_strangers_change_nothing(clock):
     assert order.first() is None, "it was discarded before anybody looked"
 
 
-def test_it_never_reads_a_key_twice(clock):
-    """Attributes change in the other thread while a conversation is in here; it must still be found and taken out."""
-    for policy in POLICIES:
-        model = ReturnModel()
-        order = order_of(policy, clock, model)
-        members = [conversation(number, 900.0 + number, number, number) for number in range(8)]
-        for one in members:
-            one.expires_s = 2000.0 + one.number
-            one.pinned_until_s = 1000.0 + one.number
-            order.add(one)
-        order.first()
-        for one in members:
-            one.used_s, one.use, one.category, one.wanted = 5.0, 99, 3, (1, 1)
-            one.expires_s = one.pinned_until_s = 1.0
-        assert sorted(drained(order)) == list(range(8))
-
-
 # -- against a naive sort --
 def naive(members: set[Conversation], policy: str, model: ReturnModel, now_s: float) -> Conversation | None:
     def by_policy(one: Conversation) -> tuple:
@@ -169,7 +152,7 @@ def test_the_order_against_a_naive_sort(policy, seed, clock):
             change(rng, one, clock.now_s, use)
             order.refresh(one)
         elif kind < 0.6:
-            clock.now_s += rng.choice([0.01, 0.3, 5.0, 60.0]) * rng.random()
+            clock.now_s += rng.choice([KEPT_S, 5.0, 60.0]) * (1 + rng.random())
         elif kind < 0.61:
             set_ranks(model, random_ranks(rng))
         else:
@@ -177,6 +160,24 @@ def test_the_order_against_a_naive_sort(policy, seed, clock):
             assert len(order) == len(members)
             looks += 1
     assert looks > 400
+
+
+def test_of_very_many_one_of_the_least_valuable_is_first(clock):
+    """Whichever leave or are used meanwhile."""
+    rng, order = random.Random(1), order_of("lru", clock)
+    members = dict.fromkeys(conversation(number, use=number) for number in range(20 * SAMPLE))
+    for one in rng.sample(list(members), len(members)):
+        order.add(one)
+    shares = []  # of the members that are worth less
+    for use in range(30 * SAMPLE, 31 * SAMPLE):
+        first = order.first()
+        shares.append(sum(one.use < first.use for one in members) / len(members))
+        order.discard(first)
+        del members[first]
+        used = rng.choice(list(members))
+        used.use = use
+        order.refresh(used)
+    assert max(shares) < 1 / 8 and sum(shares) / len(shares) < 1 / 25
 
 
 def test_auto_is_return():

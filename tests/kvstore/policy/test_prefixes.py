@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from kvstore.blocks.forest import EvictionTree
-from kvstore.policy.conversation import Answer, Conversation, Prefix
+from kvstore.policy.conversation import Conversation, Prefix
 from kvstore.policy.policies import EvictionOrder, Steering
 from kvstore.policy.prefixes import MAX_PREFIXES, MAX_SAMPLED, Prefixes
 from kvstore.policy.return_model import ReturnLearner, ReturnModel
@@ -126,43 +126,3 @@ def test_only_return_asks_for_prefixes(policy):
     steering = Steering(policy, lambda: 0.0, {"cpu": 10})
     assert steering.arrive(["a", "b"]).prefix is None
     assert steering.as_dict()["num_prefixes"] == 0
-
-
-def test_the_prefix_that_sub_agents_share_stays_while_one_of_them_lives(clock):
-    """Their parent's own end goes, and so do the ends of all who do nothing, but not what the living one builds on."""
-    steering = Steering("return", clock, {"cpu": 100})
-    tree: EvictionTree[str] = EvictionTree(steering.order("cpu"))
-
-    def arrive(chain: str) -> Conversation:
-        clock.now_s += 1
-        keys = chain.split()
-        conversation = steering.arrive(keys, is_stored=keys[-1] in tree)
-        for parent, key in zip((None, *keys), keys, strict=False):
-            if key not in tree:
-                tree.add(key, parent, conversation)
-        tree.claim(conversation, keys)
-        tree.settle(conversation.prefix, lambda key: key if key in tree else None)
-        return conversation
-
-    def end(conversation: Conversation, chain: str) -> None:
-        steering.end_request(conversation, chain.split(), Answer(20, calls_tool=True))
-
-    def evict(num_blocks: int) -> set[str]:
-        for _ in range(num_blocks):
-            tree.remove(tree.next())
-        tree.check_integrity()
-        return set(tree.links.keys)
-
-    agents = ["p0 p1 p2 parent", "p0 p1 p2 a0", "p0 p1 p2 b0"]
-    for chain in agents:
-        end(arrive(chain), chain)
-    living = arrive("p0 p1 p2 a0 a1")
-    living.num_running = 1  # as the look-ahead marks it when it starts
-    steering.refresh(living)
-    for number in range(20):
-        end(arrive(f"x{number} y{number}"), f"x{number} y{number}")
-    assert evict(2 + 40) == {"p0", "p1", "p2", "a0", "a1"}, "strangers went though they came later"
-    end(living, "p0 p1 p2 a0 a1")
-    steering.refresh(living)
-    end(arrive("z0 z1"), "z0 z1")
-    assert evict(5) == {"z0", "z1"}, "none lives any more"

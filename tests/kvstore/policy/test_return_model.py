@@ -1,4 +1,4 @@
-"""The model of returns: life tables, ranks, shelves by age, those that stay away; hostile state."""
+"""The model of returns: life tables, ranks, those that stay away; hostile state."""
 
 import itertools
 import json
@@ -16,10 +16,9 @@ from kvstore.policy.return_model import (
     NUM_BUCKETS,
     NUM_CATEGORIES,
     UPPER_S,
-    AgeShelves,
+    Away,
     ReturnLearner,
     ReturnModel,
-    SortedEntries,
     bucket_of,
     category_of,
 )
@@ -248,37 +247,12 @@ def test_extreme_state_gives_finite_ranks(which, num):
     assert 0 <= model.hazards().min() <= model.hazards().max() <= 1
 
 
-# -- sorted entries --
-class ManyChunks(SortedEntries):
-    CHUNK = 4
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_sorted_entries_against_a_list(seed):
-    rng = random.Random(seed)
-    entries, plain = ManyChunks(), []
-    for i in range(1500):
-        if plain and rng.random() < (0.3 if i < 700 else 0.7):
-            entries.remove(plain.pop(rng.randrange(len(plain))))
-        else:
-            entry = (rng.randrange(200), i)
-            entries.add(entry)
-            plain.append(entry)
-        plain.sort()
-        assert bool(entries) == bool(plain)
-        if plain:
-            assert (entries.first(), entries.last()) == (plain[0], plain[-1])
-        low, high = sorted((rng.randrange(-5, 205), rng.randrange(-5, 205)))
-        assert entries.first_from((low,)) == next((e for e in plain if e >= (low,)), None)
-        assert entries.count_between((low,), (high,)) == sum((low,) <= e < (high,) for e in plain)
-
-
-# -- shelves --
+# -- away --
 @pytest.mark.parametrize("seed", range(5))
 def test_passes_are_counted_once_however_often_one_asks(seed):
     """Against counting each conversation by itself, with additions, departures and late ones at random."""
     rng = random.Random(seed)
-    shelves, now_s = AgeShelves(), 1000.0
+    away, now_s = Away(), 1000.0
     counted: dict[tuple[int, int], int] = {}
     expected: dict[tuple[int, int], int] = {}
     seen_s: dict[Conversation, float] = {}  # until when its passes are counted
@@ -297,19 +271,19 @@ def test_passes_are_counted_once_however_often_one_asks(seed):
             late = rng.random() < 0.2
             one = conversation(number, now_s - rng.expovariate(0.01) if late else now_s, rng.randrange(3))
             if late:
-                shelves.advance(now_s, on_pass)
-            shelves.add(one)
+                away.advance(now_s, on_pass)
+            away.add(one)
             seen_s[one] = now_s
         elif kind < 0.7:
             one = rng.choice(list(seen_s))
-            shelf = shelves.discard(one)
-            for bucket in range(shelves.num_counted(shelf), bucket_of(now_s - one.used_s)):
-                on_pass(one.category, bucket, 1)
+            category, num_counted = away.discard(one)
+            for bucket in range(num_counted, bucket_of(now_s - one.used_s)):
+                on_pass(category, bucket, 1)
             expect(one, bucket_of(now_s - one.used_s))
             del seen_s[one]
         else:
-            shelves.advance(now_s, on_pass)
-    shelves.advance(now_s, on_pass)
+            away.advance(now_s, on_pass)
+    away.advance(now_s, on_pass)
     for one in seen_s:
         expect(one, bucket_of(now_s - one.used_s))
     assert counted == expected
@@ -370,12 +344,12 @@ def test_ranks_are_published_when_enough_has_changed():
 
 
 def test_a_clock_that_was_set_back_does_not_stop_the_counting():
-    shelves, passed = AgeShelves(), []
+    away, passed = Away(), []
     one = Conversation(1, 0, 0.0, 1e9, use=1)
-    shelves.add(one)
-    shelves.advance(1e9 + 365 * 86400, lambda *_: None)  # a glitch
-    shelves.advance(1e9 + 1, lambda *_: None)
-    shelves.advance(1e9 + 100, lambda category, bucket, num: passed.append(num))
+    away.add(one)
+    away.advance(1e9 + 365 * 86400, lambda *_: None)  # a glitch
+    away.advance(1e9 + 1, lambda *_: None)
+    away.advance(1e9 + 100, lambda category, bucket, num: passed.append(num))
     assert sum(passed) > 5
 
 

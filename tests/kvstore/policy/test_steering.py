@@ -164,3 +164,20 @@ def test_while_somebody_waits_learning_is_put_off_but_not_for_ever(clock):
     clock.now_s += MAX_WAIT_S
     steering.poll(is_idle=False)
     assert steering.as_dict()["ranks_version"] == before + 1
+
+
+def test_the_pins_of_a_tenant_take_half_of_the_largest_tier(clock):
+    steering = Steering("lru", clock, CAPACITIES)
+    ours = [talk(steering, clock, [name]) for name in "abc"]
+    theirs = talk(steering, clock, ["z"])
+    steering.pin(theirs, 900, tenant="theirs", num_blocks=500)
+    for one in ours:
+        steering.pin(one, 900, tenant="ours", num_blocks=200)
+    assert [one.pinned_until_s > clock.now_s for one in (*ours, theirs)] == [False, True, True, True]
+    assert firsts(steering) == [ours[0], ours[0]], "the one that was pinned first goes first"
+    steering.pin(ours[1], 900, tenant="ours", num_blocks=220)  # it has grown, and is the last one pinned
+    steering.pin(ours[0], 900, tenant="ours", num_blocks=200)
+    assert [one.pinned_until_s > clock.now_s for one in ours] == [True, True, False]
+    clock.now_s += 1000
+    steering.pin(ours[2], 900, tenant="ours", num_blocks=500)
+    assert ours[2].pinned_until_s > clock.now_s, "pins that have ended take nothing"

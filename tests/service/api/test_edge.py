@@ -13,6 +13,7 @@ from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import FILES
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, server_fixture, serving
+from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, talking_body
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": "64MiB"}
@@ -229,3 +230,28 @@ def test_flush_waits_for_the_disk_or_says_that_it_cannot(server):
     assert admin(server, "POST", "/admin/flush").json() == {"flushed": True}
     with engine_that(server, flush=mock.Mock(side_effect=DegradedError("/a/path/of/ours cannot be written"))):
         assert admin(server, "POST", "/admin/flush").error["code"] == "store_degraded"
+
+
+def test_a_drained_server_ends_what_runs_and_takes_nothing_new_until_that_is_undone(server):
+    running = Stream(server, "/chat", {"message": "Count.", **LONG})
+    assert isinstance(running.next(), dict)
+    assert admin(server, "POST", "/admin/drain").json() == {"draining": True, "running": 1}
+    for path in TALKING_ROUTES:
+        reply = server.post(path, talking_body(path, "Hello"))
+        assert (reply.status, reply.error["code"]) == (503, "draining")
+        assert reply.headers["retry-after"] == "1" and reply.headers["connection"] == "close"
+    states = {path: server.get(path) for path in ("/health", "/ready", "/livez", "/metrics", "/sessions")}
+    assert {path for path, reply in states.items() if reply.status == 503} == {"/health", "/ready"}
+    assert states["/health"].json() == {"status": "draining", "reasons": ["draining"]}
+    events = running.rest()
+    assert events[-1] == "[DONE]" and events[-2]["finish_reason"] == "length"
+    server.wait_until(lambda: not server.context.limits.num_admitted)
+    assert admin(server, "POST", "/admin/drain").json() == {"draining": True, "running": 0}
+    assert admin(server, "DELETE", "/admin/drain").json() == {"draining": False, "running": 0}
+    assert server.post("/chat", {"message": "Hello", **SHORT}).status == 200
+    assert server.get("/ready").status == 200
+
+
+def test_only_the_administrator_drains(server):
+    assert server.post("/admin/drain").error["code"] == "admin_only"
+    assert server.get("/ready").status == 200

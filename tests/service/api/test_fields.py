@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvstore.service.api.anthropic.message_schema import MessagesBody
 from kvstore.service.api.edge import DetokenizeBody, TokenizeBody
 from kvstore.service.api.openai.chat import ChatCompletionBody
 from kvstore.service.api.openai.completions import CompletionBody
@@ -54,9 +55,10 @@ message_id     background best_of cache_prompt context_management conversation d
     service_tier session_id skip_special_tokens spaces_between_special_tokens stop_sequences store
     stream_reasoning suffix system tags tenant text tfs thinking timeout title top_a top_n trace transforms
     truncate truncation typical_p usage user verbosity vllm_xargs watermark web_search_options x
+    client_metadata prompt_cache_options
 """.split()
 KIND = dict(zip(BODIES, (ChatBody, ChatCompletionBody, CompletionBody, ResponseBody), strict=True))
-KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody)
+KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody, MessagesBody)
 
 
 server = server_fixture()

@@ -63,7 +63,7 @@ def test_of_agents_that_begin_alike_the_named_one_s_branch_explains_its_miss(bot
         assert miss is None, "whose branch it is cannot be told"
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses"])
 def test_every_route_tells_the_engine_whose_it_is(both, route):
     told = []
     body = {**talking_body(route, "Hello"), "max_tokens": 2} | ({"store": False} if "responses" in route else {})

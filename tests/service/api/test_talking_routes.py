@@ -13,6 +13,7 @@ from tests.support.service.talking import TALKING_ROUTES as ROUTES
 from tests.support.service.talking import Stream, talking_body
 
 CHAT, COMPLETIONS = ROUTES[1:3]
+MESSAGES = "/v1/messages"
 LONG = {"max_tokens": 900, "max_output_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
@@ -31,7 +32,7 @@ def leave_after(server, path, sent, num_bytes):
         raw.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "/v1/responses, not stored", "/chat, a later turn"])
+@pytest.mark.parametrize("path", [*ROUTES, MESSAGES, "/v1/responses, not stored", "/chat, a later turn"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stream):
     """Queued or in prefill (nothing of the answer has come), and in decode (its first bytes have)."""
@@ -56,11 +57,13 @@ def text_of(event) -> str:
     """What this event of any route says."""
     if event.get("type") == "response.output_text.delta":
         return event["delta"]
+    if event.get("type") == "content_block_delta":
+        return event["delta"]["text"]
     [choice] = event.get("choices", [event])
     return choice.get("text") or choice.get("delta", {}).get("content", "")
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "/v1/completions, of two prompts", "/v1/responses, not stored"])
+@pytest.mark.parametrize("path", [*ROUTES, MESSAGES, "/v1/completions, of two prompts", "/v1/responses, not stored"])
 def test_the_log_says_how_many_tokens_were_made_for_a_client_that_left(server, lines, path):
     path, _, kind = path.partition(", ")
     more = {"of two prompts": {"prompt": ["Hello", "Goodbye"]}, "not stored": {"store": False}}.get(kind, {})
@@ -212,7 +215,9 @@ BAD = {
         ({"input": "a", "n": 2}, "n", "invalid_value"),
         ({"input": "a", "truncation": "never"}, "truncation", "invalid_value"),
         ({"input": "a", "metadata": {"k": 5}}, None, "invalid_value"),
-        ({"input": "a", "conversation": "conv_1"}, "conversation", "unsupported"),
+        ({"input": "a", "conversation": "conv 1"}, "conversation", "invalid_value"),
+        ({"input": "a", "conversation": {"name": "conv_1"}}, "conversation", "invalid_value"),
+        ({"input": "a", "conversation": "c", "previous_response_id": "resp_c_1"}, "conversation", "invalid_value"),
         ({"input": "a", "background": True}, "background", "unsupported"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),

@@ -168,7 +168,7 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
     }
-    assert made.sessions["terminal"].system == "be brief"
+    assert made.sessions["terminal"].messages == [{"role": "system", "content": "be brief"}]
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
@@ -231,10 +231,60 @@ def test_piped_chat_streams_and_shows_what_each_turn_cost(run):
 
 
 def test_chat_commands(run):
-    code, out, _ = run("chat", "--session", "s", lines=["/help", "a", "/new", "b", "/nwe", "/quit", "never"])
-    assert code == 0 and "/new   start a new conversation" in out
-    assert "unknown command /nwe" in out and "NEVER" not in out
-    assert {name: session.num_turns for name, session in FakeEngine.made[0].sessions.items()} == {"s": 1, "s-2": 1}
+    code, out, err = run("chat", "--session", "s", lines=["/help", "a", "/new", "b", "/nwe", "/quit", "never"])
+    assert code == 1 and "kvstore: unknown command /nwe; did you mean '/new'?" in err and "NEVER" not in out
+    for name in (*terminal.COMMANDS, terminal.QUIT):
+        assert f"\n{name} " in out
+    assert turns_of_sessions() == {"s": 1, "s-2": 1}
+
+
+def turns_of_sessions():
+    return {name: session.num_turns for name, session in FakeEngine.made[0].sessions.items()}
+
+
+def test_what_goes_back_goes_on_in_a_fork(run):
+    FakeEngine.stored = {"s-2": exchange(1)}
+    code, out, err = run("chat", "--session", "s", lines=["a", "b", "/undo", "c", "/retry", "/undo", "/undo", "/undo"])
+    assert turns_of_sessions() == {"s": 2, "s-3": 2, "s-4": 2, "s-5": 1, "s-6": 0}
+    assert out.count("model> C\n") == 2 and "in s-3, without the last turn; s stays as it was" in out
+    assert code == 1 and err.endswith("kvstore: there is no turn yet in this conversation\n")
+
+
+def test_a_system_prompt_begins_a_conversation_and_stays_for_the_next(run):
+    lines = ["/system", "a", "/system be brief", "/new", "/system", "b", "/undo", "/system"]
+    _, out, _ = run("chat", "--session", "s", lines=lines)
+    assert "there is no system prompt" in out and out.count("\nbe brief\n") == 2
+    prompts = {
+        name: session.messages[0]["role"] for name, session in FakeEngine.made[0].sessions.items() if name > "s-1"
+    }
+    assert prompts == {"s-2": "system", "s-3": "system", "s-4": "system"}
+
+
+def test_settings_are_listed_changed_and_refused(run):
+    lines = ["/set", "/set temperature 0.5", "/set seed 7", "/set max_tokens none", "a"]
+    code, out, _ = run("chat", "--max-tokens", 9, lines=lines)
+    assert code == 0 and "temperature 0.0\nmax_tokens 9\nseed none\ntop_p 1.0\n" in out
+    params = FakeEngine.made[0].sessions["terminal"].params
+    assert (params.temperature, params.seed, params.max_tokens) == (0.5, 7, None)
+    for line, told in (
+        ("/set temprature 1", "no setting 'temprature'; did you mean 'temperature'?"),
+        ("/set temperature warm", "temperature is 'warm'; give a number from 0 to 100"),
+        ("/set top_k 1.5", "top_k is 1.5; give a whole number"),
+    ):
+        code, _, err = run("chat", lines=[line])
+        assert code == 1 and told in err
+
+
+def test_a_conversation_is_saved_once(run, tmp_path):
+    FakeEngine.stored = {"s": exchange(1)}
+    names = [tmp_path / "a.json", tmp_path / "a.md", tmp_path / "a.md", tmp_path / "none" / "b.md", tmp_path / "a.txt"]
+    code, out, err = run("chat", "--session", "s", lines=[*(f"/save {name}" for name in names), "/save"])
+    saved = json.loads(names[0].read_text())
+    assert (saved["session_id"], saved["model"], saved["messages"]) == ("s", "builtin", exchange(1))
+    assert names[1].read_text() == "## user\n\nquestion 1\n\n## assistant\n\nanswer\x1b 1\n"
+    assert out.count("2 messages in ") == 2 and code == 1
+    for told in ("a.md is there already; give another name", "b.md cannot be written: No such file", "not ''"):
+        assert told in err
 
 
 def exchange(number):

@@ -1,20 +1,17 @@
 """A conversation at a real terminal; progress as a bar in one, as lines elsewhere, and not of what is done at once."""
 
 import io
-import os
-import pty
-import subprocess
+import json
 import sys
 import threading
-from contextlib import ExitStack, redirect_stderr, suppress
-from pathlib import Path
+from contextlib import ExitStack, redirect_stderr
 
 import pytest
 
 from kvstore.service.command.progress import progress
-from tests.support.waiting import TIMEOUT_S, wait_until
+from tests.support.terminal import Terminal
+from tests.support.waiting import TIMEOUT_S
 
-ROOT = Path(__file__).parents[3]
 CHATS = """
 import signal, sys
 from kvstore.service.command import cli
@@ -24,54 +21,72 @@ sys.exit(cli.main(["chat", "--config", "/dev/null"], FakeEngine))
 """
 
 
-class Terminal:
-    """A program at a terminal of its own."""
-
-    def __init__(self, *command: str) -> None:
-        self._ours, theirs = pty.openpty()
-        within = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
-        self.process = subprocess.Popen(
-            [*within, *command], cwd=ROOT, stdout=theirs, stderr=theirs, start_new_session=True
-        )
-        os.close(theirs)
-        os.set_blocking(self._ours, False)
-        self._said = b""
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def hear(self, words: str) -> None:
-        """Wait until it has said this, after what was heard before."""
-
-        def is_said() -> bool:
-            with suppress(BlockingIOError):
-                self._said += os.read(self._ours, 65536)
-            return words.encode() in self._said
-
-        wait_until(is_said, words)
-        self._said = self._said.partition(words.encode())[2]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
 def test_ctrl_c_clears_the_line_and_ends_the_program_on_an_empty_one():
     terminal = Terminal(sys.executable, "-c", CHATS)
     try:
-        terminal.hear("you> ")
+        terminal.hear("you>")
         terminal.type("not this")
         terminal.hear("not this")
         terminal.type("\x03")
-        terminal.hear("you> ")
-        terminal.type("but this\n")
+        terminal.hear("you>")
+        terminal.type("but this\r")
         terminal.hear("BUT THIS")
-        terminal.hear("you> ")
+        terminal.hear("you>")
         terminal.type("\x03")
         assert terminal.process.wait(TIMEOUT_S) == 130
     finally:
         terminal.close()
+
+
+def test_lines_pasted_and_added_are_one_message_and_the_arrows_bring_it_back():
+    terminal = Terminal(sys.executable, "-c", CHATS)
+    try:
+        terminal.hear("you>")
+        terminal.type("\x1b[200~first\nsecond\x1b[201~")
+        terminal.hear("second")
+        terminal.type("\x1b\rthird")
+        terminal.hear("third")
+        terminal.type("\r")
+        terminal.hear("FIRST\r\nSECOND\r\nTHIRD")
+        terminal.hear("you>")
+        terminal.type("\x1b[A")
+        terminal.hear("third")
+        terminal.type("!\r")
+        terminal.hear("FIRST\r\nSECOND\r\nTHIRD!")
+        terminal.hear("you>")
+        terminal.type("/he\t")
+        terminal.hear("/help")
+        terminal.type("\r")
+        terminal.hear("Alt-Enter begins another line")
+        terminal.hear("you>")
+        terminal.type("\x04")
+        assert terminal.process.wait(TIMEOUT_S) == 0
+    finally:
+        terminal.close()
+
+
+def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
+    """With the real engine: what was said before a restart comes back with the arrow keys, and is retried in a fork."""
+    command = [sys.executable, "-m", "kvstore.service.command.cli", "chat", "--config", "/dev/null", "--store",
+               str(tmp_path / "store"), "--disk", "64MiB", "--hbm", "4MiB", "--max-tokens", "4"]  # fmt: skip
+    for lines in (["hello there\r"], ["\x1b[A!\r", "/retry\r", "/undo\r"]):
+        terminal = Terminal(*command)
+        try:
+            for line in lines:
+                terminal.hear("you>")
+                terminal.type(line)
+                terminal.hear("without the last turn" if line.startswith("/") else "prompt ")
+            terminal.hear("you>")
+            terminal.type(f"/save {tmp_path}/{len(lines)}.json\r")
+            terminal.hear("messages in")
+            terminal.hear("you>")
+            terminal.type("\x04")
+            assert terminal.process.wait(TIMEOUT_S) == 0
+        finally:
+            terminal.close()
+    said = [json.loads((tmp_path / f"{number}.json").read_text()) for number in (1, 3)]
+    assert [message["content"] for message in said[0]["messages"]][::2] == ["hello there"]
+    assert said[1]["session_id"] == "terminal-3" and said[1]["messages"] == said[0]["messages"]
 
 
 class Noted(io.StringIO):

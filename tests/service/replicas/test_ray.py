@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,12 +18,13 @@ import pytest
 
 from kvstore.service.server import EXIT_ENGINE_FAILED
 from tests.support.redis_server import free_port
+from tests.support.service.certificates import make_certificate
 from tests.support.service.replicas import FleetServer, RayFleet, Whose, end, needs_ray, ray_fleet, replicas_of
-from tests.support.service.server_process import ENVIRONMENT, run_command
+from tests.support.service.server_process import COMMAND, ENVIRONMENT, SIZES, run_command
 from tests.support.service.serving import Reply
 from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, chat, num_turns, talking_body
 from tests.support.shared_sessions import answers_without_a_store
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = [pytest.mark.ray, needs_ray]
 TOLD = "I would like to tell you something about my garden, where there are apples, pears and a few old cherry trees."
@@ -352,3 +354,26 @@ def one_on_each(server: FleetServer) -> dict[str, str]:
         (name,) = whose.answered()
         found.setdefault(name, session_id)
     return found
+
+
+def test_rays_proxy_answers_over_https(tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    with ray_fleet(tmp_path) as fleet, (tmp_path / "log").open("wb") as log:
+        flags = ("--replicas", "1", "--store", str(fleet.store), *SIZES, "--port", str(port := free_port()))
+        tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+        environment = {**ENVIRONMENT, **fleet.environment}
+        server = subprocess.Popen([*COMMAND, "serve", *fleet.flags, *flags, *tls], env=environment, stderr=log)
+        try:
+            wait_until(
+                lambda: f"ready address=https://127.0.0.1:{port}" in (tmp_path / "log").read_text(), "it is ready"
+            )
+            connection = http.client.HTTPSConnection(
+                "127.0.0.1", port, timeout=TIMEOUT_S, context=ssl.create_default_context(cafile=certificate)
+            )
+            with closing(connection):
+                connection.request("GET", "/ready")
+                assert connection.getresponse().read() == b'{"ready":true}'
+            server.terminate()
+            assert server.wait(TIMEOUT_S) == 0
+        finally:
+            server.kill()

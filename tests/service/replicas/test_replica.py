@@ -11,8 +11,10 @@ from kvstore.errors import KVStoreError
 from kvstore.service.replicas.replica import PassedRequest, Replica, ReplicaPlace, arguments_at
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.server_process import run_command
+from tests.support.service.serving import ADMIN_KEY
 from tests.support.waiting import wait_in_loop
 
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 LONG = {"message": "Go on.", "max_tokens": 800, "ignore_eos": True, "stream": True}
 SHORT = {"message": "Hello, who are you?", "max_tokens": 24, "ignore_eos": True}
 
@@ -57,7 +59,7 @@ async def has_failed(replica):
 
 
 async def story(store):
-    async with replica_at(store, shutdown_timeout_s=120, max_connections=1) as replica:
+    async with replica_at(store, shutdown_timeout_s=120, max_connections=1, admin_key=ADMIN_KEY) as replica:
         head, body = await answered(replica, "POST", "/chat", SHORT, **{"x-new-session": "chosen"})
         assert (head.status, json.loads(body)["session_id"]) == (200, "chosen")
         head, body = await answered(replica, "GET", "/sessions/chosen?limit=1")
@@ -76,6 +78,10 @@ async def story(store):
         await wait_in_loop(lambda: is_aborted(replica), "the request is aborted")
         head, body = await answered(replica, "GET", "/sessions/chosen")
         assert json.loads(body)["turns"] == 1
+
+        assert (await answered(replica, "POST", "/admin/drain", **ADMIN))[1] == b'{"draining":true,"running":0}'
+        await replica.check_health()  # it may wait so for long, and Ray must not take it for failed
+        await answered(replica, "DELETE", "/admin/drain", **ADMIN)
 
         stream = replica.answer(passed("POST", "/chat", {**LONG, "max_tokens": 300, "session_id": "chosen"}))
         await anext(stream)

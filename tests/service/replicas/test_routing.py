@@ -23,8 +23,12 @@ def key_of(path, body=None, tenant="", **headers):
         ("/sessions/abc", None),
         ("/sessions/abc/stop", {}),
         ("/v1/responses/resp_abc_3", None),
+        ("/v1/responses/resp_abc_3/input_items", None),
+        ("/v1/responses/resp_abc_3/cancel", {}),
+        ("/v1/responses/compact", {"previous_response_id": "resp_abc_7"}),
         ("/chat", {"message": "Hello.", "session_id": "abc", "user": "somebody"}),
         ("/v1/responses", {"input": "Hello.", "previous_response_id": "resp_abc_7", "prompt_cache_key": "other"}),
+        ("/v1/responses", {"input": "Hello.", "conversation": {"id": "abc"}}),
     ],
 )
 def test_all_that_names_a_session_goes_where_it_goes(path, body):
@@ -56,6 +60,7 @@ def test_histories_of_one_conversation_go_to_one_replica():
     assert key_of(CHAT, {"messages": first}) != key_of(CHAT, {"messages": first}, tenant="other")
     unstored = {"input": later, "store": False}
     assert key_of("/v1/responses", unstored) == key_of(CHAT, {"messages": first})
+    assert key_of("/v1/responses/compact", {"input": later}) == key_of(CHAT, {"messages": first})
 
 
 def test_what_a_client_names_goes_before_the_history():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Usage
-from kvstore.errors import ContextLengthError, DegradedError, ModelError
+from kvstore.errors import ContextLengthError, DegradedError, ModelError, SessionExistsError
 
 
 class FakeSession:
@@ -14,8 +14,7 @@ class FakeSession:
 
     def __init__(self, session_id, system, messages=()):
         self.session_id = session_id
-        self.system = system
-        self.messages = list(messages)
+        self.messages = list(messages) or ([{"role": "system", "content": system}] if system else [])
         self.last = None
         self.num_turns = sum(message["role"] == "user" for message in self.messages)
         self.closed_early = False
@@ -25,7 +24,18 @@ class FakeSession:
         assert self.num_turns
         self.ttls.append(ttl_s)
 
-    def stream(self, text, params):
+    def fork(self, session_id, turn):
+        if session_id in FakeEngine.stored:
+            raise SessionExistsError(f"there is a session {session_id!r} already")
+        turns = [self.messages[at : at + 2] for at in range(len(self.messages) % 2, len(self.messages), 2)]
+        system = self.messages[: len(self.messages) % 2]
+        fork = FakeSession(session_id, None, [*system, *(message for said in turns[:turn] for message in said)])
+        FakeEngine.made[-1].sessions[session_id] = fork
+        return fork
+
+    def stream(self, said, params):
+        text = said if isinstance(said, str) else said[0]["content"]
+        self.params = params
         if text == "too long":
             raise ContextLengthError("the prompt has 2,000 tokens, the window 1,024", 2000, 1024)
         if text == "disk full":
@@ -40,6 +50,7 @@ class FakeSession:
             self.closed_early = True
             raise
         self.num_turns += 1
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text.upper()}]
         self.last = make_output(10 * self.num_turns, 10 * (self.num_turns - 1), text.upper())
 
 

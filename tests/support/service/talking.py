@@ -45,7 +45,7 @@ def tenants(folder: Path, **options: Any) -> Iterator[tuple[Serving, Serving]]:
 
 def talking_body(path: str, text: str) -> dict[str, Any]:
     """The body of a request that says this, for any route that generates, or as messages for the tokenizer's."""
-    if path in ("/v1/chat/completions", "/tokenize"):
+    if path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
         return {"messages": [{"role": "user", "content": text}]}
     return {{"/chat": "message", "/v1/completions": "prompt", "/v1/responses": "input"}[path]: text}
 

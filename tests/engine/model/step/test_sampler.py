@@ -107,14 +107,13 @@ def test_edits_match_the_reference(seed):
     prompt, output = rng.integers(0, 12, 4).tolist(), rng.integers(0, 12, 6).tolist()
     logits = logits_of(12, len(EDITS), seed, scale=1.0)
     logits[:, EOS] += 1
-    before = logits.clone()
     sampler = make(12, *EDITS, prompt=prompt, output=output)
-    edited = sampler._edit(logits, np.arange(len(EDITS)), sampler._state)
     expected = [reference_edit(row, params, prompt, output) for row, params in zip(logits.numpy(), EDITS, strict=True)]
+    edited = sampler._edit(logits.clone(), np.arange(len(EDITS)), sampler._state)
     np.testing.assert_allclose(edited.numpy(), expected, rtol=1e-5, atol=1e-5)
     sampled = sampler.sample(logits, np.arange(len(EDITS)))
     assert sampled.token_ids.tolist() == np.argmax(expected, -1).tolist()
-    assert torch.equal(logits, before)
+    assert torch.equal(logits, edited)
 
 
 def test_min_tokens_forbids_the_stop_ids_until_there_are_enough():
@@ -126,7 +125,7 @@ def test_min_tokens_forbids_the_stop_ids_until_there_are_enough():
     sampler.set_row(0, SamplingParams(temperature=0, min_tokens=3), 0, [EOS, 6, 800], none, none)
     tokens = []
     for _ in range(4):
-        token_ids = sampler.sample(logits, np.array([0])).token_ids
+        token_ids = sampler.sample(logits.clone(), np.array([0])).token_ids
         sampler.append(np.array([0]), token_ids)
         tokens += token_ids.tolist()
     assert tokens == [0, 0, 0, EOS]
@@ -257,9 +256,9 @@ def test_fan_out_gives_each_choice_the_token_of_its_own_seed():
     params = SamplingParams(temperature=3, presence_penalty=1, min_tokens=2)
     logits = logits_of(300)
     fanned = make(300, MIX[0], params, seeds=[0, 50]).sample(
-        logits.expand(6, -1), np.array([0, 1, 1, 1, 1, 0]), np.array([0, 0, 1, 2, 3, 0])
+        logits.repeat(6, 1), np.array([0, 1, 1, 1, 1, 0]), np.array([0, 0, 1, 2, 3, 0])
     )
-    alone = [make(300, params, seeds=[50 + i]).sample(logits, np.array([0])).token_ids[0] for i in range(4)]
+    alone = [make(300, params, seeds=[50 + i]).sample(logits.clone(), np.array([0])).token_ids[0] for i in range(4)]
     assert fanned.token_ids[1:5].tolist() == alone
     assert len(set(alone)) > 1
     assert fanned.token_ids[0] == fanned.token_ids[5]
@@ -274,7 +273,7 @@ def test_negative_seeds_and_seeds_at_the_limit():
 def test_move_and_clear_rows():
     logits = logits_of(400, 1, seed=5)
     expected = [
-        make(400, params, output=[4, 4], seeds=[9]).sample(logits, np.array([0])).token_ids[0] for params in MIX
+        make(400, params, output=[4, 4], seeds=[9]).sample(logits.clone(), np.array([0])).token_ids[0] for params in MIX
     ]
     sampler = Sampler(len(MIX) + 1, 400, CPU)
     spare = len(MIX)
@@ -285,7 +284,7 @@ def test_move_and_clear_rows():
         sampler.move_row(src, dst)
         order[dst] = order[src]
     rows = np.arange(len(MIX))
-    tokens = sampler.sample(logits.expand(len(MIX), -1), rows).token_ids
+    tokens = sampler.sample(logits.repeat(len(MIX), 1), rows).token_ids
     assert tokens.tolist() == [expected[i] for i in order[:-1]]
     for row in rows:
         sampler.clear_row(row)

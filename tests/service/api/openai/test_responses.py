@@ -56,6 +56,36 @@ def test_a_conversation_goes_on_in_its_session(server, client):
     assert shown["system"]["content"] == "Be brief."
 
 
+def test_a_conversation_is_the_session_of_its_id(server, client):
+    """It begins with its first response, and each continues the last one, on whichever route that was."""
+    first = ask(client, "Hello, my name is Anna.", conversation="conv_anna", instructions="Be brief.")
+    assert (first.id, first.conversation.id) == ("resp_conv_anna_1", "conv_anna")
+    server.post("/chat", {"session_id": "conv_anna", "message": "I like walks.", "max_tokens": 8, "temperature": 0})
+    third = ask(client, "What is my name?", conversation={"id": "conv_anna"})
+    assert third.id == "resp_conv_anna_3" and third.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
+    assert (third.instructions, third.previous_response_id) == ("Be brief.", None)
+    beside = ask(client, "What is my name?", conversation="conv_anna", store=False)
+    assert beside.usage.input_tokens > third.usage.total_tokens, "it has the history"
+    unknown = ask(client, "What is my name?", conversation="conv_eve", store=False)
+    assert unknown.usage.input_tokens < first.usage.input_tokens
+    assert server.get("/sessions/conv_anna").json()["turns"] == 3 and "conv_eve" not in sessions_of(server)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, "Hello", conversation="conv_anna", instructions="Be long.")
+    assert (refused.value.param, refused.value.code) == ("instructions", "system_mismatch")
+    assert ask(client, "Hello", conversation="conv_anna", instructions="Be long.", store=False).output_text
+
+
+def test_a_conversation_takes_one_response_at_a_time(server, client):
+    with crawling(server.engine):
+        running = Stream(server, "/v1/responses", {"input": "Count.", "conversation": "conv_busy", **LONG})
+        assert running.next()["response"]["conversation"] == {"id": "conv_busy"}
+        with pytest.raises(openai.ConflictError) as refused:
+            ask(client, "Quickly", conversation="conv_busy")
+        assert refused.value.code == "session_busy"
+        server.post("/sessions/conv_busy/stop")
+    running.rest()
+
+
 def test_histories_need_not_take_turns(server, client):
     """Neither the user nor the assistant, which may greet first; the next turn hits, whatever it brings."""
     user, assistant = ({"role": role, "content": "This is a message of mine."} for role in ("user", "assistant"))

@@ -26,7 +26,9 @@ ANSWER_SHAPE = {
     "id": None, "session_id": None, "turn": None, "message": {"role": None, "content": None}, "finish_reason": None,
     "usage": {
         "prompt_tokens": None, "completion_tokens": None, "total_tokens": None,
-        "prompt_tokens_details": {"cached_tokens": None, "cached_tokens_details": TIERS_SHAPE},
+        "prompt_tokens_details": {
+            "cached_tokens": None, "cached_tokens_details": TIERS_SHAPE, "cache_write_tokens": None
+        },
     },
     "timings": dict.fromkeys(("queue_s", "load_s", "prefill_s", "ttft_s", "decode_s")), "truncated_tokens": None,
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from contextlib import closing
 
+import psutil
+
 from kvstore.disk.directory import StoreDirectory
 from kvstore.sessions.answers import open_answers
 from tests.support.service.server_process import launched
@@ -59,7 +61,9 @@ def test_a_history_with_calls_hits_after_kill_9(tmp_path):
         reply = server.post(path, {"messages": asked, **MUST, "tools": [WEATHER]}).json()
         server.flush()
         server.post(path, {"messages": [{"role": "user", "content": "And in Oslo?"}], **MUST})
+        cores = server.cores
         server.kill()  # what was told is durable
+    psutil.wait_procs(cores)  # they hold the store, too
     with StoreDirectory.open(tmp_path / "store") as directory, closing(open_answers(directory)) as answers:
         assert answers.stats()["answers"] == 2
     message = reply["choices"][0]["message"]
