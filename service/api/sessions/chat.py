@@ -196,9 +196,9 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     is_new = body.session_id is None and body.fork_of is None
     if body.fork_of is not None and (body.session_id is not None or body.create):
         raise bad_request("fork_of", "a fork gets an id of its own, which the answer names: leave session_id out")
-    parent = body.fork_of and Parent(
-        SessionKey(tenant, body.fork_of.session_id).session_id, body.fork_of.turn, is_version=True
-    )
+    parent = None
+    if body.fork_of is not None:
+        parent = Parent(SessionKey(tenant, body.fork_of.session_id).session_id, body.fork_of.turn, is_version=True)
     if body.session_id is None:
         session_id = await new_session_id(context, request, ROUTE)
     else:

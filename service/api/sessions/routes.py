@@ -172,7 +172,8 @@ class Stopped(msgspec.Struct):
 def _info(context: Context, head: SessionHead) -> SessionInfo:
     is_running = context.claims.on(head.key) is not None
     pinned_until_s = context.engine.engine.admin.pinned_until(head.key)
-    parent = head.parent and ParentOut(head.parent.session_id, head.parent.turn, head.parent.is_version)
+    origin = head.parent
+    parent = None if origin is None else ParentOut(origin.session_id, origin.turn, origin.is_version)
     return SessionInfo(
         head.key.session_id, head.title, head.num_turns, int(head.created_s), int(head.updated_s), head.num_tokens,
         head.model, None if head.expires_s is None else int(head.expires_s), parent, is_running,
