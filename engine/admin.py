@@ -90,14 +90,16 @@ class Admin:
         return self._client.call(CompactBlocks())
 
     # -- sessions ----------------------------------------------------------------------------------------------------
-    def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
-        """Sessions, most recently used first. after: the `cursor` of the previous page's last session. Works while the
-        core restarts.
+    def list_sessions(
+        self, tenant: str = "", limit: int = 100, after: str | None = None, is_personal: bool | None = None
+    ) -> Sequence[SessionHead]:
+        """Sessions, most recently used first. after: the `cursor` of the previous page's last session. is_personal:
+        only those that are, or are not; None: all. Works while the core restarts.
         """
         if self._client.closed:
             raise EngineClosedError("the engine is closed")
         self.expire()
-        return self._sessions.list(tenant, limit, after)
+        return self._sessions.list(tenant, limit, after, is_personal)
 
     def delete_session(self, session_id: str, tenant: str = "") -> int:
         """Delete transcript, ids and the KV that no other session refers to, on all tiers. Returns how many blocks.

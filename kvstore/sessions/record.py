@@ -39,10 +39,14 @@ class SessionKey(Record, frozen=True, order=True):
 
 
 class Parent(Record, frozen=True):
-    """The session that a fork was made of, and the last turn that they share. The parent may have been deleted."""
+    """The session that a fork was made of, and the last turn that they share. The parent may have been deleted.
+
+    is_version: the fork says again what followed that turn, and people see both as one conversation.
+    """
 
     session_id: str
     turn: U32
+    is_version: bool = False
 
 
 @disk_records.stored
@@ -50,8 +54,9 @@ class SessionHead(Record, frozen=True):
     """A session without its turns.
 
     number: the store's own; a session created again under the id of a deleted one has another. title: the first user
-    text, cut. system: the system prompt. fingerprint: 32 bytes of the model and layout, or empty. num_tokens: after the
-    last turn. ttl_s: how long it lives after its last turn; None is for ever.
+    text, cut, or what a client has called it. system: the system prompt. fingerprint: 32 bytes of the model and layout,
+    or empty. num_tokens: after the last turn. ttl_s: how long it lives after its last turn; None is for ever.
+    is_personal: a person's conversation, as a client has said; programs have sessions, too.
     """
 
     key: SessionKey
@@ -66,6 +71,7 @@ class SessionHead(Record, frozen=True):
     parent: Parent | None = None
     ttl_s: Seconds | None = None
     num_tokens: Count = 0
+    is_personal: bool = False
 
     @property
     def expires_s(self) -> float | None:

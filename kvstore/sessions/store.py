@@ -116,14 +116,27 @@ class SessionStore:
 
         return self.transactions.submit(append, key)
 
-    def fork(self, source: SessionKey, turn: int | None, new_key: SessionKey) -> Ticket[SessionHead]:
-        """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another."""
+    def fork(
+        self, source: SessionKey, turn: int | None, new_key: SessionKey, is_version: bool = False
+    ) -> Ticket[SessionHead]:
+        """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another.
+
+        is_version: see `Parent`.
+        """
         now_s = self._clock()
-        return self.transactions.submit(lambda view: tables.fork(view, source, turn, new_key, now_s), source)
+        return self.transactions.submit(
+            lambda view: tables.fork(view, source, turn, new_key, now_s, is_version), source
+        )
 
     def set_ttl(self, key: SessionKey, ttl_s: float | None) -> Ticket[SessionHead]:
         """Counted from the last turn, so a session idle for longer expires at once."""
-        return self.transactions.submit(lambda view: tables.set_ttl(view, key, ttl_s), key)
+        return self.transactions.submit(lambda view: tables.change_head(view, key, ttl_s=ttl_s), key)
+
+    def label(self, key: SessionKey, title: str | None, is_personal: bool | None) -> Ticket[SessionHead]:
+        """Give it a title, and say whether it is a person's; None leaves that as it is."""
+        given = {"title": title, "is_personal": is_personal}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return self.transactions.submit(lambda view: tables.change_head(view, key, **changes), key)
 
     def delete(self, key: SessionKey, if_over_s: float | None = None) -> Ticket[Tombstone | None]:
         """Delete a session. The tombstone names the blocks to forget; None if there is no such session.
@@ -175,13 +188,18 @@ class SessionStore:
         if self.sharing.is_shared:
             self.transactions.submit(self.sharing.confirm).wait()
 
-    def list(self, tenant: str, limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
-        """The most recently updated first. after: the `cursor` of the last head of the page before.
+    def list(
+        self, tenant: str, limit: int = 100, after: str | None = None, is_personal: bool | None = None
+    ) -> Sequence[SessionHead]:
+        """The most recently updated first. after: the `cursor` of the last head of the page before. is_personal: only
+        those that are, or are not; None: all.
 
         A session updated between two pages moves to the front, so it never appears twice, but may not appear at all.
         Damaged sessions are left out and counted in `stats`. Raises RequestError for a wrong cursor.
         """
-        heads, are_damaged = self.transactions.read(lambda view: tables.list_heads(view, tenant, limit, after))
+        heads, are_damaged = self.transactions.read(
+            lambda view: tables.list_heads(view, tenant, limit, after, is_personal)
+        )
         self.transactions.damaged |= are_damaged
         return heads
 

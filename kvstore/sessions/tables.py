@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -318,7 +318,9 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
     return after
 
 
-def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float) -> SessionHead:
+def fork(
+    view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float, is_version: bool = False
+) -> SessionHead:
     """Create a session with the first turns of another. It shares their blocks, but none of their idempotency keys."""
     assert source.tenant == new_key.tenant, "a fork of another tenant's session"
     head = read_head(view, source)
@@ -331,7 +333,7 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
     num_tokens = len(replay(head, turns).token_ids)
     draft = replace(
         head, key=new_key, created_s=now_s, updated_s=now_s, num_turns=last, num_tokens=num_tokens,
-        title=head.title if last else "", parent=Parent(source.session_id, last),
+        title=head.title if last else "", parent=Parent(source.session_id, last, is_version),
     )  # fmt: skip
     payloads = [encode_turn(one, new_key) for one in turns]
     new = create(view, draft)
@@ -341,11 +343,12 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
     return new
 
 
-def set_ttl(view: View, key: SessionKey, ttl_s: float | None) -> SessionHead:
+def change_head(view: View, key: SessionKey, **changes: Any) -> SessionHead:
+    """changes: fields of the head that no turn says: ttl_s, title, is_personal."""
     head = read_head(view, key)
     if head is None:
         raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-    after = replace(head, ttl_s=ttl_s)
+    after = replace(head, **changes)
     encode(after, f"session {key.session_id}")
     _put_head(view, after, before=head)
     return after
@@ -432,8 +435,13 @@ def tombstone(place: bytes, value: bytes) -> Tombstone:
     return unseal(Tombstone, TOMBSTONES, place, value, f"deletion {int.from_bytes(place, 'big')}")
 
 
-def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[list[SessionHead], set[int]]:
-    """Heads, the most recently updated first, and the numbers of those left out because they are damaged."""
+def list_heads(
+    view: View, tenant: str, limit: int, after: str | None, is_personal: bool | None = None
+) -> tuple[list[SessionHead], set[int]]:
+    """Heads, the most recently updated first, and the numbers of those left out because they are damaged.
+
+    is_personal: only heads that say so; None: all.
+    """
     before = None
     if after is not None:
         try:
@@ -451,7 +459,8 @@ def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[
             head = head_of(view, int.from_bytes(place[-8:], "big"), "session")
             if order_key(head) != place:
                 raise damaged("session", "it is listed at another place")
-            heads.append(head)
+            if is_personal in (None, head.is_personal):
+                heads.append(head)
         except StoreError:
             are_damaged.add(int.from_bytes(place[-8:], "big"))
     return heads, are_damaged

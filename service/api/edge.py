@@ -39,12 +39,15 @@ class Version(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """As OpenAI, vLLM and Anthropic describe one. created_at: as RFC 3339 has it."""
+    """As OpenAI, vLLM and Anthropic describe one. root: the model itself, where `id` is the name that it is served
+    under. created_at: as RFC 3339 has it.
+    """
 
     id: str
     object: str
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     type: str
     display_name: str
@@ -78,9 +81,11 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _model(context: Context) -> Model:
-    name, window = context.model_name, context.engine.engine.facts.max_model_len
-    created_at = datetime.fromtimestamp(context.started_s, UTC).isoformat()
-    return Model(name, "model", context.started_s, "kvstore", window, "model", name, created_at, window)
+    name, facts = context.model_name, context.engine.engine.facts
+    window, created_at = facts.max_model_len, datetime.fromtimestamp(context.started_s, UTC).isoformat()
+    return Model(
+        name, "model", context.started_s, "kvstore", facts.model_name, window, "model", name, created_at, window
+    )
 
 
 # -- what was asked ---------------------------------------------------------------------------------------------------

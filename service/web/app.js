@@ -2,11 +2,14 @@
 
 import { getJson, inPlainWords, onKeyNeeded } from "./api.js";
 import { legend } from "./bar.js";
-import { Conversation } from "./chat.js";
+import { Conversation, beforeTurn } from "./chat.js";
 import { Composer } from "./composer.js";
-import { byId, count, plural } from "./dom.js";
+import { answerOf, byId, count, plural } from "./dom.js";
 import { SessionList } from "./sessions.js";
+import { openSettings, showTheme } from "./settings.js";
 import { Tiers } from "./tiers.js";
+import { exportConversation, importConversation } from "./transfer.js";
+import { welcome } from "./welcome.js";
 
 const HEALTH_EVERY_MS = 10_000;
 const RUNNING_EVERY_MS = 2000;
@@ -21,17 +24,22 @@ let follow = true; // the view stays at the end of the conversation; otherwise i
 let place = 0;
 
 const composer = new Composer({ startNew });
-const list = new SessionList({ open, deleted: (id) => id === current.id && startNew(), failed: showProblem });
+const list = new SessionList({
+  open,
+  deleted: (ids) => ids.includes(current.id) && startNew(),
+  changed: listed,
+  failed: showProblem,
+});
 const tiers = new Tiers(byId("tiers-view"), { healthSeen: showHealth });
 
 // -- which conversation ----------------------------------------------------------------------------------------------
 function show(conversation) {
-  if (current?.isAnswering || current?.draft.trim()) kept.add(current);
+  if (current?.isAnswering || (current?.draft.trim() && !current.parent)) kept.add(current);
   kept.delete(conversation);
   current = conversation;
   byId("log").replaceChildren(conversation.element);
   composer.show(conversation);
-  list.select(conversation.id);
+  list.select(conversation.id ?? conversation.parent?.session_id);
   const hash = conversation.id ? `#${conversation.id}` : location.pathname;
   if (location.hash.slice(1) !== (conversation.id ?? "")) history.pushState(null, "", hash);
   showHeading();
@@ -40,11 +48,23 @@ function show(conversation) {
   toEnd();
 }
 
-const make = (id) => new Conversation(id, { changed, forked });
+const make = (id, before) => new Conversation(id, {
+  changed,
+  forked,
+  again,
+  versionsOf: (conversation, turn) => {
+    const session = conversation.id && list.find(conversation.id);
+    return session ? list.versions.of(session, turn) : [];
+  },
+  open,
+  welcome: showWelcome,
+}, before);
+
+const showWelcome = () => welcome(model, (text) => composer.submit(text));
 
 function startNew() {
   const conversation = make(null);
-  show(take(({ id, isAnswering }) => !id && !isAnswering, conversation) ?? conversation);
+  show(take(({ id, parent, isAnswering }) => !id && !parent && !isAnswering, conversation) ?? conversation);
   if (!phone.matches) byId("message").focus();
 }
 
@@ -83,9 +103,21 @@ function take(fits, conversation) {
   return null;
 }
 
+// Another version: a fork of what came before the turn, which the service makes with its first answer.
+function again(conversation, stored, text) {
+  const version = make(null, beforeTurn(conversation, stored));
+  show(version);
+  composer.submit(text);
+}
+
 function forked(session) {
   list.refresh();
   open(session.id);
+}
+
+function listed() {
+  current.offer();
+  if (follow) toEnd(); // a row of buttons has its height
 }
 
 // Something in a conversation, perhaps one that is not shown, has changed.
@@ -111,13 +143,13 @@ async function afterAnswer(conversation) {
 }
 
 function showHeading() {
-  const session = list.sessions.find(({ id }) => id === current.id) ?? current.session;
+  const session = list.find(current.id) ?? current.session;
   byId("title").textContent = session?.title || "New chat";
   document.title = session?.title ? `${session.title} · kvstore` : "kvstore";
   const parts = session ? [plural(session.turns, "turn")] : [];
   const limit = model.max_model_len ? ` of ${count(model.max_model_len)}` : "";
   if (session?.tokens) parts.push(`${count(session.tokens)}${limit} tokens in the window`);
-  if (session?.parent) parts.push(`forked at turn ${session.parent.turn ?? session.turns}`);
+  if (session?.parent && !session.parent.version) parts.push(`forked at turn ${session.parent.turn ?? session.turns}`);
   if (current.session?.running && !current.isAnswering) parts.push("answering in another window");
   byId("subtitle").textContent = parts.join(" · ");
 }
@@ -157,7 +189,9 @@ function showView(name) {
   byId("show-chat").setAttribute("aria-pressed", String(name === "chat"));
   byId("show-tiers").setAttribute("aria-pressed", String(name === "tiers"));
   tiers.setVisible(name === "tiers");
-  if (name === "chat") follow ? toEnd() : (scroller.scrollTop = place); // what is hidden forgets where it was
+  if (name !== "chat") return;
+  composer.fit(); // what is hidden has no height, and forgets where it was
+  follow ? toEnd() : (scroller.scrollTop = place);
 }
 
 function setDrawer(isOpen) {
@@ -178,6 +212,65 @@ document.addEventListener("keydown", (event) => {
   byId("open-sidebar").focus();
 });
 
+// -- the menu, settings and keys -------------------------------------------------------------------------------------
+function renameCurrent() {
+  const session = list.find(current.id) ?? current.session;
+  if (session) list.rename(session).then(showHeading);
+}
+
+async function importFile() {
+  const [file] = byId("import-file").files;
+  byId("import-file").value = ""; // the same file may be chosen again
+  if (!file) return;
+  try {
+    const { session, draft } = await importConversation(file);
+    await list.choose(true);
+    await open(session.id);
+    if (draft) composer.write(draft);
+  } catch (error) {
+    current.problem = { title: `${file.name} was not imported.`, detail: error.message, text: null };
+    composer.render();
+  }
+}
+
+function focusSearch() {
+  setDrawer(true);
+  byId("search").select();
+  byId("search").focus();
+}
+
+const DEEDS = {
+  "menu-rename": renameCurrent,
+  "menu-export": () => exportConversation(current, byId("title").textContent),
+  "menu-import": () => byId("import-file").click(),
+  "menu-settings": () => openSettings(current),
+  "menu-keys": () => answerOf(byId("keys-dialog")),
+};
+for (const [id, deed] of Object.entries(DEEDS)) {
+  byId(id).addEventListener("click", () => {
+    byId("menu").hidePopover();
+    deed();
+  });
+}
+byId("menu").addEventListener("beforetoggle", () => {
+  byId("menu-rename").disabled = !(list.find(current.id) ?? current.session);
+  byId("menu-export").disabled = !current.stored.length;
+});
+byId("import-file").addEventListener("change", importFile);
+for (const button of document.querySelectorAll("dialog [data-close]")) {
+  button.addEventListener("click", () => button.closest("dialog").close());
+}
+
+// With Ctrl, or Command: "shift" and a key, or the key alone.
+const KEYS = { k: focusSearch, "shift o": startNew, ",": DEEDS["menu-settings"], "/": DEEDS["menu-keys"] };
+document.addEventListener("keydown", (event) => {
+  if (!(event.ctrlKey || event.metaKey) || event.altKey || document.querySelector("dialog[open]")) return;
+  const deed = KEYS[`${event.shiftKey ? "shift " : ""}${event.key.toLowerCase()}`];
+  if (!deed) return;
+  event.preventDefault();
+  deed();
+});
+
 // -- key and health --------------------------------------------------------------------------------------------------
 onKeyNeeded((wrong) => new Promise((resolve) => {
   const dialog = byId("key-dialog");
@@ -185,7 +278,6 @@ onKeyNeeded((wrong) => new Promise((resolve) => {
   byId("key").value = "";
   let answer = null;
   byId("key-form").onsubmit = () => (answer = byId("key").value.trim() || null);
-  byId("key-cancel").onclick = () => dialog.close();
   dialog.onclose = () => {
     byId("key").value = "";
     resolve(answer);
@@ -213,6 +305,7 @@ function openHash() {
 }
 
 async function start() {
+  showTheme();
   byId("legend").append(...legend());
   openHash();
   window.addEventListener("popstate", openHash); // back, forward, and an edited #id
@@ -225,6 +318,7 @@ async function start() {
   try {
     const models = await getJson("/v1/models");
     model = models.data[0] ?? model;
+    if (current.empty?.isConnected) current.show([], null);
   } catch (error) {
     showProblem(error);
   }

@@ -1,15 +1,18 @@
 // Where a prompt's tokens came from: the bar, its numbers, its legend. Knows usage and timings of a turn.
 
-import { count, duration, el, percent, plural } from "./dom.js";
+import { button, count, duration, el, percent, plural } from "./dom.js";
 
 export const SOURCES = [
-  { name: "hbm", label: "HBM", phrase: "from HBM", help: "still in the engine's own memory" },
-  { name: "cpu", label: "CPU", phrase: "from CPU memory", help: "loaded from CPU memory" },
-  { name: "disk", label: "Disk", phrase: "from disk", help: "loaded from disk" },
-  { name: "remote", label: "Shared", phrase: "from the shared tier", help: "read from what servers share" },
-  { name: "reencoded", label: "Re-encoded", phrase: "re-encoded", help: "kept by a truncation, at a new position" },
-  { name: "computed", label: "Computed", phrase: "computed", help: "not stored anywhere: the model worked them out" },
+  { name: "hbm", label: "HBM", phrase: "from HBM",
+    help: "High-bandwidth memory, of the device that computes (on a CPU: the engine's part of RAM). These tokens were still there." },
+  { name: "cpu", label: "CPU", phrase: "from CPU memory", help: "These tokens were loaded from the CPU's memory." },
+  { name: "disk", label: "Disk", phrase: "from disk", help: "These tokens were loaded from disk, which survives a restart." },
+  { name: "remote", label: "Shared", phrase: "from the shared tier", help: "These tokens were read from what servers share." },
+  { name: "reencoded", label: "Re-encoded", phrase: "re-encoded",
+    help: "The oldest turns left a full window. What these tokens had was kept, and turned to their new positions." },
+  { name: "computed", label: "Computed", phrase: "computed", help: "No tier held these tokens: the model worked them out." },
 ];
+const TTFT = "Time to first token: from your message's arrival to the first piece of the answer.";
 
 // {source: tokens}; what no tier held was computed.
 export function tokensBySource(usage) {
@@ -37,7 +40,8 @@ export function counts(tokens) {
 
 // A line of such a list: the colour of `name`, its label, its number.
 export function numberOf(name, label, number) {
-  return el("li", { class: name }, el("span", { class: "swatch" }), el("span", { class: "label" }, label),
+  const help = SOURCES.find((source) => source.name === name)?.help;
+  return el("li", { class: name, title: help }, el("span", { class: "swatch" }), el("span", { class: "label" }, label),
     el("span", { class: "number" }, number));
 }
 
@@ -53,8 +57,16 @@ function everywhere(tokens) {
 }
 
 export function legend() {
-  return everywhere({}).map(({ name, label, help }) =>
-    el("li", { class: name, title: `${label}: ${help}` }, el("span", { class: "swatch" }), label));
+  const terms = everywhere({}).map(({ name, label, help }) =>
+    el("li", { class: name }, el("span", { class: "swatch" }), term(name, label, help)));
+  return [...terms, el("li", {}, term("ttft", "TTFT", TTFT))];
+}
+
+// A word that explains itself to who points at it, or comes to it with the keyboard.
+function term(name, label, help) {
+  const id = `help-${name}`;
+  return el("span", { class: "term" }, button({ "aria-describedby": id }, label),
+    el("span", { id, class: "help", role: "tooltip" }, help));
 }
 
 // Tokens a second after the first one, or null where there are too few to tell.
@@ -73,7 +85,7 @@ export function meter(turn) {
   return el("figure", { class: "meter" },
     el("div", { class: "headline" },
       el("span", {}, el("b", {}, percent(cached, prompt)), " cached"),
-      ttft != null && el("span", { title: "Time to first token" }, el("b", {}, duration(ttft)), " TTFT")),
+      ttft != null && el("span", { title: TTFT }, el("b", {}, duration(ttft)), " TTFT")),
     bar(tokens, words),
     counts(tokens),
     timings(turn));

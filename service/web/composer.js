@@ -63,6 +63,12 @@ export class Composer {
         button({ class: "ghost", onclick: () => this.dismiss() }, "Dismiss")));
   }
 
+  write(text) {
+    this.box.value = text;
+    this.onInput();
+    this.box.focus();
+  }
+
   dismiss() {
     this.conversation.problem = null;
     this.render();
@@ -70,6 +76,10 @@ export class Composer {
   }
 
   onKey(event) {
+    if (event.key === "ArrowUp" && !this.box.value) {
+      event.preventDefault();
+      this.conversation.editLast();
+    }
     // While an input method is composing, Enter chooses a word; it does not send.
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
     event.preventDefault();

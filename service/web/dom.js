@@ -16,6 +16,9 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Text with the five signs that mean something in HTML written as numbers.
+export const escaped = (text) => text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
+
 export const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
 
 export function svg(tag, attributes = {}, ...children) {
@@ -42,6 +45,15 @@ async function copy(text, shown) {
   }
   announce(shown.data);
   setTimeout(() => (shown.data = "Copy"), 2000);
+}
+
+// What was pressed in a dialog, by the value of its button; "" when it was closed otherwise.
+export function answerOf(dialog) {
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue), { once: true });
+  });
 }
 
 // What a screen reader says without the focus moving.

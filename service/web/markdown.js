@@ -1,7 +1,9 @@
 // Answers' Markdown as elements: a parser that makes no HTML of a model's HTML, and a sanitiser behind it that lets
-// through what is named here and nothing else. Knows no conversation.
+// through what is named here and nothing else. Code gets its colours, and formulas their form. Knows no conversation.
 
-import { copyButton, el } from "./dom.js";
+import { copyButton, el, escaped } from "./dom.js";
+import { draw, formulas } from "./math.js";
+import highlighter from "./vendor/highlight.js";
 import { Marked } from "./vendor/marked.js";
 import createSanitiser from "./vendor/purify.js";
 
@@ -10,12 +12,13 @@ const TAGS = [
   "table", "tbody", "td", "th", "thead", "tr", "ul",
 ];
 const ADDRESS = /^(?:https?:\/\/|mailto:)/i;
-const LANGUAGE = /^language-[\w+#.-]{1,30}$/;
+const LANGUAGE = /^(?:language-[\w+#.-]{1,30}|formula)$/;
+const COLOUR = /^[a-z_ -]{1,80}$/;
+const MOST_COLOURED = 50_000; // characters; colours of more would take too long
 const SHARE = 5; // drawing takes one part in so many of the time: a long block is drawn less often
 // A last line that may still become anything: a list, a rule, a fence, or a heading of the line before.
 const UNDECIDED = /(?:^|\n)[-=*_+~`#|:> \t]*(?:\d{1,9}[.)]?[ \t]*)?$/;
 
-const escaped = (text) => text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
 const nothing = () => undefined;
 
 const marked = new Marked({
@@ -33,11 +36,13 @@ const marked = new Marked({
   },
 });
 
+marked.use(formulas);
+
 const sanitiser = createSanitiser(window);
 sanitiser.addHook("uponSanitizeAttribute", (element, attribute) => {
   const { attrName: name, attrValue: value } = attribute;
   if (name === "href") attribute.keepAttr = ADDRESS.test(value);
-  if (name === "class") attribute.keepAttr = element.tagName === "CODE" && LANGUAGE.test(value);
+  if (name === "class") attribute.keepAttr = { CODE: LANGUAGE, SPAN: COLOUR }[element.tagName]?.test(value) ?? false;
 });
 sanitiser.addHook("afterSanitizeAttributes", (element) => {
   if (element.tagName !== "A" || !element.hasAttribute("href")) return;
@@ -45,9 +50,9 @@ sanitiser.addHook("afterSanitizeAttributes", (element) => {
   element.setAttribute("rel", "noopener noreferrer nofollow");
 });
 
-function sanitised(html) {
+function sanitised(html, tags = TAGS) {
   return sanitiser.sanitize(html, {
-    ALLOWED_TAGS: TAGS,
+    ALLOWED_TAGS: tags,
     ALLOWED_ATTR: ["href", "title", "align", "start", "class"],
     ADD_URI_SAFE_ATTR: ["align", "start"],
     ALLOWED_URI_REGEXP: ADDRESS,
@@ -58,24 +63,37 @@ function sanitised(html) {
 }
 
 // Code in a frame with its language and a button; a table that scrolls by itself where it is too wide.
-function framed(fragment) {
+function framed(fragment, isColoured) {
   for (const pre of fragment.querySelectorAll("pre")) {
     const code = pre.querySelector("code") ?? pre;
     const language = code.className.replace("language-", "");
+    if (isColoured && language) colour(code, language);
     const frame = el("div", { class: "code" },
       el("div", { class: "code-head" }, el("span", {}, language), copyButton(() => code.textContent)));
+    pre.tabIndex = 0; // what scrolls is reached with the keyboard
     pre.replaceWith(frame);
     frame.append(pre);
   }
   for (const table of fragment.querySelectorAll("table")) {
-    const frame = el("div", { class: "table" });
+    const frame = el("div", { class: "table", tabindex: "0" });
     table.replaceWith(frame);
     frame.append(table);
   }
   return fragment;
 }
 
-const elementsOf = (tokens) => [...framed(sanitised(marked.parser(tokens))).childNodes];
+function colour(code, language) {
+  const text = code.textContent;
+  if (text.length > MOST_COLOURED || !highlighter.getLanguage(language)) return;
+  code.replaceChildren(sanitised(highlighter.highlight(text, { language, ignoreIllegals: true }).value, ["span"]));
+}
+
+// isLast: more of it may come, so its code has no colours yet.
+function elementsOf(tokens, isLast = false) {
+  const fragment = sanitised(marked.parser(tokens));
+  draw(fragment);
+  return [...framed(fragment, !isLast).childNodes];
+}
 
 // Fresh nodes in place of old ones, the last of their parent; what is the same stays, with what is selected in it.
 function exchange(parent, old, fresh) {
@@ -139,7 +157,7 @@ export class LiveMarkdown {
     const goesOn = token.type === "code" && this.block?.type === "code" && token.lang === this.block.lang;
     const code = goesOn && this.nodes[0].querySelector("code").firstChild;
     if (code) code.data = `${token.text.replace(/\n$/, "")}\n`; // as the parser ends it
-    else this.nodes = exchange(this.element, this.nodes, elementsOf([token]));
+    else this.nodes = exchange(this.element, this.nodes, elementsOf([token], true));
     this.block = token;
   }
 }

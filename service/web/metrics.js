@@ -23,7 +23,7 @@ function numberOf(text) {
 export class Reading {
   constructor(text, seconds) {
     this.seconds = seconds;
-    this.samples = Map.groupBy ? Map.groupBy(parseMetrics(text), ({ name }) => name) : grouped(parseMetrics(text));
+    this.samples = Map.groupBy(parseMetrics(text), ({ name }) => name);
   }
 
   value(name, labels = {}) {
@@ -32,12 +32,6 @@ export class Reading {
     const found = (this.samples.get(`kvstore:${name}`) ?? []).filter(fits);
     return found.length ? found.reduce((sum, sample) => sum + sample.value, 0) : undefined;
   }
-}
-
-function grouped(samples) {
-  const groups = new Map();
-  for (const sample of samples) groups.set(sample.name, [...(groups.get(sample.name) ?? []), sample]);
-  return groups;
 }
 
 // The last readings, oldest first. Counters that went back (the server was started again) begin a new history.

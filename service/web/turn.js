@@ -2,7 +2,7 @@
 // Knows no service and no conversation.
 
 import { meter } from "./bar.js";
-import { copyButton, count, el, plural } from "./dom.js";
+import { button, copyButton, count, el, icon, plural } from "./dom.js";
 import { LiveMarkdown } from "./markdown.js";
 
 const ENDINGS = { length: "The answer stops here: it reached the token limit.", abort: "You stopped this answer." };
@@ -31,9 +31,26 @@ export function systemOf(message) {
 
 function questionOf(message) {
   if (message.role === "system") return systemOf(message);
+  if (message.role === "tool") return card("Result", message.tool_call_id, textOf(message));
   const you = el("span", { class: "unseen" }, "You: ");
   return el("div", { class: "question" }, you, el("div", { class: "text" }, textOf(message)));
 }
+
+// What a program sees of a tool, folded.
+function card(what, name, text) {
+  return el("details", { class: "card-of-tool" },
+    el("summary", {}, `${what} `, el("code", {}, name ?? "")), el("pre", { tabindex: "0" }, el("code", {}, indented(text))));
+}
+
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+const callOf = ({ function: called }) => card("Calls", called.name, called.arguments);
 
 export function dividerOf(tokens) {
   const words = `${plural(tokens, "token")} of the oldest turns ${tokens === 1 ? "is" : "are"} no longer in the window`;
@@ -42,13 +59,19 @@ export function dividerOf(tokens) {
 
 export class Turn {
   // asked: messages. drawn(): more of the answer is to be seen.
-  constructor(asked, drawn) {
+  constructor(asked, drawn = () => {}) {
+    this.drawn = drawn;
     this.said = el("div", { class: "text" });
     this.markdown = new LiveMarkdown(this.said, drawn);
+    this.thought = el("div", { class: "thought" });
+    this.thinking = el("details", { class: "thinking", hidden: true }, el("summary", {}, "Thinking"), this.thought);
+    this.calls = el("div", { class: "calls" });
     this.below = el("div", { class: "below-answer" });
-    this.answer = el("div", { class: "answer" }, el("span", { class: "unseen" }, "Answer: "), this.said, this.below);
+    this.answer = el("div", { class: "answer" }, el("span", { class: "unseen" }, "Answer: "),
+      this.thinking, this.said, this.calls, this.below);
     this.beside = el("div", { class: "beside" });
-    this.asked = el("div", { class: "asked" }, ...asked.map(questionOf));
+    this.tools = el("div", { class: "tools" }); // of the question
+    this.asked = el("div", { class: "asked" }, ...asked.map(questionOf), this.tools);
     this.element = el("li", { class: "turn" }, asked.length > 0 && this.asked, this.answer, this.beside);
     this.live = null;
   }
@@ -68,10 +91,17 @@ export class Turn {
     live.timer = setInterval(show, 250);
   }
 
-  hear(piece) {
+  // delta: of an event.
+  hear({ content, reasoning_content: thought, tool_calls: calls }) {
     this.live.first ??= performance.now();
     this.live.pieces += 1;
-    this.markdown.add(piece);
+    if (content) this.markdown.add(content);
+    if (thought) {
+      this.thinking.hidden = false;
+      this.thought.append(thought);
+    }
+    if (calls) this.calls.append(...calls.map(callOf));
+    if (thought || calls) this.drawn();
   }
 
   stopLive() {
@@ -80,22 +110,29 @@ export class Turn {
     this.answer.removeAttribute("aria-busy");
   }
 
+  // message: the complete answer, which is the one that counts.
+  show(message) {
+    const { reasoning_content: thought, tool_calls: calls } = message;
+    this.markdown.set(textOf(message));
+    this.thinking.hidden = !thought;
+    this.thought.textContent = thought ?? "";
+    this.calls.replaceChildren(...(calls ?? []).map(callOf));
+  }
+
   // An answer of a history that was brought along: this server did not give it.
-  finishEarlier(text) {
-    this.markdown.set(text);
-    this.below.replaceChildren(el("div", { class: "tools" }, copyButton(() => text)));
+  finishEarlier(message, ...tools) {
+    this.show(message);
+    this.below.replaceChildren(el("div", { class: "tools" }, copyButton(() => textOf(message)), ...tools));
     this.beside.replaceChildren(el("p", { class: "quiet" }, "Part of an imported history"));
   }
 
-  // The complete answer. result: of a stored turn or a stream's last event; tools: buttons beside "Copy".
-  finish(text, result, ...tools) {
-    this.markdown.set(text); // the complete text is the one that counts
+  // result: of a stored turn or a stream's last event; tools: buttons beside "Copy".
+  finish(message, result, ...tools) {
+    this.finishEarlier(message, ...tools);
     if (result.truncated_tokens > 0) this.element.prepend(dividerOf(result.truncated_tokens));
     const ending = ENDINGS[result.finish_reason];
-    this.below.replaceChildren(
-      ...(ending ? [el("p", { class: "ending" }, ending)] : []),
-      el("div", { class: "tools" }, copyButton(() => text), ...tools));
-    this.beside.replaceChildren(result.usage?.prompt_tokens ? meter(result) : "");
+    if (ending) this.below.prepend(el("p", { class: "ending" }, ending));
+    if (result.usage?.prompt_tokens) this.beside.replaceChildren(meter(result));
   }
 
   // What was said before it broke off.
@@ -104,6 +141,48 @@ export class Turn {
     this.element.classList.add("failed");
     this.below.replaceChildren(el("p", { class: "ending" }, "Incomplete, and not stored."));
     this.beside.replaceChildren();
+  }
+
+  // versions: [{id, isShown}], of this turn. open(id): another one is wanted. edit(): the question is, changed.
+  offer(versions, open, edit) {
+    const place = versions.findIndex(({ isShown }) => isShown);
+    const step = (by, label, name) => button(
+      { class: "ghost small", "aria-label": label, title: label, disabled: !versions[place + by],
+        onclick: () => open(versions[place + by].id) },
+      icon(name));
+    const choice = versions.length > 1 && el("span", { class: "versions", role: "group", "aria-label": "Versions" },
+      step(-1, "Earlier version", "left"), el("span", {}, `${place + 1} / ${versions.length}`),
+      step(1, "Later version", "right"));
+    this.tools.replaceChildren(...[
+      choice, edit && button({ class: "ghost small edit", onclick: edit }, icon("edit"), "Edit"),
+    ].filter(Boolean));
+    this.tools.classList.toggle("always", Boolean(choice));
+  }
+
+  // The question as a box. send(text): it is to be said again.
+  edit(text, send) {
+    const bubble = [...this.asked.querySelectorAll(".question")].at(-1);
+    const box = el("textarea", { "aria-label": "Edit your message", rows: Math.min(10, text.split("\n").length + 1) });
+    const close = () => {
+      form.replaceWith(bubble);
+      this.tools.hidden = false;
+      this.tools.querySelector(".edit")?.focus();
+    };
+    const submit = () => box.value.trim() && send(box.value);
+    const form = el("form", { class: "edit-box", onsubmit: (event) => (event.preventDefault(), submit()) }, box,
+      el("div", { class: "actions" }, button({ class: "soft small", onclick: close }, "Cancel"),
+        el("button", { class: "primary small", type: "submit" }, "Send")));
+    form.addEventListener("keydown", (event) => {
+      if (event.isComposing) return;
+      if (event.key === "Escape") close();
+      if (event.key !== "Enter" || event.shiftKey || event.target !== box) return;
+      event.preventDefault();
+      submit();
+    });
+    box.value = text;
+    bubble.replaceWith(form);
+    this.tools.hidden = true;
+    box.focus();
   }
 }
 

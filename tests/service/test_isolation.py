@@ -175,6 +175,7 @@ def named_in_body(session_id: str, turn: int) -> list[tuple[str, dict]]:
     respond = {"previous_response_id": name_for("responses", session_id, turn), "input": "And I?"}
     return [
         ("/chat", talk), ("/chat", {**talk, "stream": True}), ("/chat", {**talk, "system": "Be brief."}),
+        ("/chat", {"fork_of": {"session_id": session_id, "turn": turn}, "message": "And I?", **SHORT}),
         ("/v1/responses", respond), ("/v1/responses", {**respond, "stream": True}),
         ("/v1/responses", {**respond, "store": False}), ("/v1/responses", {**respond, "instructions": "Be brief."}),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from kvstore.service.api.sessions.turns import (
     request_key_of,
 )
 from kvstore.service.http.errors import Route, bad_request
-from kvstore.sessions.record import SessionKey
+from kvstore.sessions.record import Parent, SessionKey
 
 ROUTE = "/chat"
 DEFAULT_TEMPERATURE = 0.7  # where neither the request nor the model's authors name one
@@ -34,17 +34,26 @@ Turns = Sequence[Turn[TurnResult]]
 _WHOLE = "a session has whole turns; /v1/chat/completions goes on with a message"
 
 
+class ForkedTurn(msgspec.Struct):
+    """turn: the last one that stays of this session; 0 for none."""
+
+    session_id: str
+    turn: Annotated[int, Meta(ge=0, le=2**31)]
+
+
 class ChatBody(schema.Talking, kw_only=True):
     """A turn. message, or messages: results of tools, or, in a new session, a history. ttl: seconds from its last turn;
     null: for ever.
 
-    Without session_id the turn begins a session; with create, also where there is none of that id. truncation: "auto"
+    Without session_id the turn begins a session; with create, also where there is none of that id; with fork_of, one
+    that says again what followed a turn of another, and that there is none of if the turn fails. truncation: "auto"
     or "disabled"; truncation_reuse: "reencode" or "exact"; thinking: "keep" or "drop".
     """
 
     model: str | None = None
     session_id: str | None = None
     create: bool | None = None
+    fork_of: ForkedTurn | None = None
     message: str | schema.MessageIn | None = None
     messages: schema.Messages | None = None
     system: str | None = None
@@ -120,10 +129,10 @@ class ChatDialect(Dialect[TurnResult]):
                 yield self._event(turns, delta)
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
-        yield None, chat_answer(results[0], self.wanted.is_new, LastEvent)
+        yield None, chat_answer(results[0], self.wanted.begins_session, LastEvent)
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatAnswer:
-        return chat_answer(results[0], self.wanted.is_new)
+        return chat_answer(results[0], self.wanted.begins_session)
 
     def _event(self, turns: Turns, delta: dict[str, Any]) -> Event:
         session_id, number = self.wanted.session_id, turns[0].number
@@ -183,7 +192,13 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     system, said = said_of(body)
     defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.facts.sampling_defaults}
     params = schema.sampling_params(body, defaults)
-    tenant, request_key, is_new = tenant_of(request), request_key_of(request), body.session_id is None
+    tenant, request_key = tenant_of(request), request_key_of(request)
+    is_new = body.session_id is None and body.fork_of is None
+    if body.fork_of is not None and (body.session_id is not None or body.create):
+        raise bad_request("fork_of", "a fork gets an id of its own, which the answer names: leave session_id out")
+    parent = None
+    if body.fork_of is not None:
+        parent = Parent(SessionKey(tenant, body.fork_of.session_id).session_id, body.fork_of.turn, is_version=True)
     if body.session_id is None:
         session_id = await new_session_id(context, request, ROUTE)
     else:
@@ -193,7 +208,7 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
         options = replace(options, thinking=body.thinking)
     return TurnRequest(
         tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, bool(body.create),
-        ttl=body.ttl, options=options,
+        fork_of=parent, ttl=body.ttl, options=options,
     )  # fmt: skip
 
 

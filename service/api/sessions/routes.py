@@ -1,4 +1,4 @@
-"""Routes of sessions: list, show, delete, fork, prefetch, pin, truncate, stop. Each tenant sees its own.
+"""Routes of sessions: list, import, show, delete, label, fork, prefetch, pin, truncate, stop. Each tenant sees its own.
 
 Another tenant's session gets the same answer as one that does not exist.
 """
@@ -14,9 +14,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from kvstore.engine.sessions.stored import Hold
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, texts_of
 from kvstore.engine.turns import held
 from kvstore.errors import SessionNotFoundError
+from kvstore.service.api import schema
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
 from kvstore.service.api.sessions import turns
@@ -30,9 +31,26 @@ MAX_LISTED = 1000
 DEFAULT_LISTED = 100
 MAX_PIN_S = 30 * 86400
 MAX_TURNS = 2**31
+MAX_TITLE_CHARS = 200
+Title = Annotated[str, Meta(min_length=1, max_length=MAX_TITLE_CHARS)]
 
 
 # -- bodies and answers ----------------------------------------------------------------------------------------------
+class ImportBody(msgspec.Struct):
+    """A conversation from elsewhere: messages up to an answer, the system prompt first if there is one."""
+
+    messages: schema.Messages
+    title: Title | None = None
+    personal: bool | None = None
+
+
+class LabelBody(msgspec.Struct):
+    """title: what it is called. personal: whether it is a person's. What is not given stays."""
+
+    title: Title | None = None
+    personal: bool | None = None
+
+
 class ForkBody(msgspec.Struct):
     """turn: the last turn that the fork keeps; all turns if it is not given."""
 
@@ -57,14 +75,19 @@ class EmptyBody(msgspec.Struct):
 
 
 class ParentOut(msgspec.Struct):
-    """The session that this one is a fork of; it may be deleted by now."""
+    """The session that this one is a fork of; it may be deleted by now. version: it says again what followed that
+    turn.
+    """
 
     session_id: str
     turn: int
+    version: bool
 
 
 class SessionInfo(msgspec.Struct):
-    """tokens: in the window. created_at, updated_at, expires_at, pinned_until: seconds since the epoch."""
+    """tokens: in the window. created_at, updated_at, expires_at, pinned_until: seconds since the epoch. personal: a
+    person's conversation, as a client has said.
+    """
 
     id: str
     title: str
@@ -77,6 +100,7 @@ class SessionInfo(msgspec.Struct):
     parent: ParentOut | None
     running: bool
     pinned_until: int | None
+    personal: bool
 
 
 class SessionList(msgspec.Struct):
@@ -148,11 +172,12 @@ class Stopped(msgspec.Struct):
 def _info(context: Context, head: SessionHead) -> SessionInfo:
     is_running = context.claims.on(head.key) is not None
     pinned_until_s = context.engine.engine.admin.pinned_until(head.key)
-    parent = None if head.parent is None else ParentOut(head.parent.session_id, head.parent.turn)
+    origin = head.parent
+    parent = None if origin is None else ParentOut(origin.session_id, origin.turn, origin.is_version)
     return SessionInfo(
         head.key.session_id, head.title, head.num_turns, int(head.created_s), int(head.updated_s), head.num_tokens,
         head.model, None if head.expires_s is None else int(head.expires_s), parent, is_running,
-        None if pinned_until_s is None else int(pinned_until_s),
+        None if pinned_until_s is None else int(pinned_until_s), head.is_personal,
     )  # fmt: skip
 
 
@@ -188,10 +213,15 @@ async def read_optional_body(request: web.Request, type_: type[T]) -> T:
 
 # -- looking ---------------------------------------------------------------------------------------------------------
 async def list_sessions(request: web.Request) -> web.Response:
+    """personal: only those that are a person's (true), or are not (false)."""
     context, tenant = context_of(request), tenant_of(request)
     limit = whole_number(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+    personal = request.query.get("personal")
+    if personal not in (None, "true", "false"):
+        raise bad_request("personal", "personal must be true or false")
     listed = context.engine.engine.admin.list_sessions
-    heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
+    is_personal = None if personal is None else personal == "true"
+    heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None, is_personal)
     shown = heads[:limit]
     data = [_info(context, head) for head in shown]
     return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
@@ -233,6 +263,53 @@ def _shown(info: SessionInfo, head: SessionHead, records: Sequence[TurnRecord]) 
 
 
 # -- changing --------------------------------------------------------------------------------------------------------
+async def import_session(request: web.Request) -> web.Response:
+    """Nothing is computed: the next turn reads the whole history."""
+    context, body = context_of(request), await read_body(request, ImportBody)
+    said = schema.messages_of(body.messages)
+    schema.check_chars_of(context, [text for message in said for text in texts_of(message)])
+    key = SessionKey(tenant_of(request), await turns.new_session_id(context, request, "/sessions"))
+    head = await context.engine.call(_import, context, key, _exchanges(said), body)
+    return json_response(_info(context, head))
+
+
+def _exchanges(said: Sequence[Message]) -> list[list[Message]]:
+    """The messages of each turn, which ends with an answer. Raises ApiError 400 where the last one has none."""
+    exchanges: list[list[Message]] = [[]]
+    for number, message in enumerate(said):
+        if number and message["role"] == "system":
+            raise bad_request(f"messages[{number}].role", "only the first message may be a system prompt")
+        exchanges[-1].append(message)
+        if message["role"] == "assistant":
+            exchanges.append([])
+    if exchanges.pop():
+        raise bad_request("messages", "the last of messages must be an answer; send what follows it to /chat")
+    return exchanges
+
+
+def _import(context: Context, key: SessionKey, exchanges: Sequence[list[Message]], body: ImportBody) -> SessionHead:
+    sessions = context.engine.engine.sessions
+    if sessions.exists(key):  # the same Idempotency-Key once more
+        return turns.find_session(context.engine.engine, key)
+    now_s = time.time()
+    for number, messages in enumerate(exchanges, 1):
+        record = TurnRecord(number, messages, (), (), finish_reason="stop", created_s=now_s)
+        stored = sessions.commit_turn(key, record)
+    head = stored.wait()
+    ttl_s = context.options.ttl_s
+    if ttl_s is not None:
+        sessions.set_ttl(key, ttl_s).wait()
+    return sessions.label(key, body.title, body.personal).wait() if body.title or body.personal else head
+
+
+async def label(request: web.Request) -> web.Response:
+    context, key = context_of(request), key_of(request)
+    body = await read_body(request, LabelBody)
+    await context.engine.call(turns.find_session, context.engine.engine, key)
+    labelled = context.engine.engine.sessions.label(key, body.title, body.personal)
+    return json_response(_info(context, await context.engine.call(labelled.wait)))
+
+
 async def delete(request: web.Request) -> web.Response:
     key = key_of(request)
     num_blocks = await turns.delete(context_of(request), key)
@@ -294,8 +371,10 @@ async def stop(request: web.Request) -> web.Response:
 _TAG = "sessions"
 ROUTES = (
     Route("GET", "/sessions", list_sessions, "user", "One's own sessions.", None, SessionList, _TAG),
+    Route("POST", "/sessions", import_session, "user", "A conversation from elsewhere.", ImportBody, SessionInfo, _TAG),
     Route("GET", "/sessions/{id}", show, "user", "A session with its turns.", None, SessionOut, _TAG),
     Route("DELETE", "/sessions/{id}", delete, "user", "Delete a session and its KV.", None, Deleted, _TAG),
+    Route("POST", "/sessions/{id}/label", label, "user", "Its title, and whose it is.", LabelBody, SessionInfo, _TAG),
     Route("POST", "/sessions/{id}/fork", fork, "user", "A new session like this.", ForkBody, SessionInfo, _TAG),
     Route("POST", "/sessions/{id}/prefetch", prefetch, "user", "Its person types.", EmptyBody, Prefetching, _TAG, 202),
     Route("POST", "/sessions/{id}/pin", pin, "user", "Keep its KV longer than others'.", PinBody, Pinned, _TAG),

@@ -65,6 +65,11 @@ class TurnRequest:
     def key(self) -> SessionKey:
         return SessionKey(self.tenant, self.session_id)
 
+    @property
+    def begins_session(self) -> bool:
+        """Whether there is no session of this id unless the turn is stored."""
+        return self.is_new or self.fork_of is not None
+
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
@@ -132,7 +137,7 @@ async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None
         try:
             stack.enter_context(context.limits.admit(wanted.tenant))
         except ApiError:
-            if not (wanted.is_new or wanted.create or wanted.fork_of is not None):
+            if not (wanted.begins_session or wanted.create):
                 await check_exists(context, wanted.key)
             raise
         yield
@@ -224,7 +229,8 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
             wanted.session_id, wanted.tenant, wanted.system, wanted.truncation, wanted.truncation_reuse, is_new=True
         )
     if wanted.fork_of is not None and not engine.sessions.exists(key):
-        fork(engine, SessionKey(wanted.tenant, wanted.fork_of.session_id), wanted.fork_of.turn, key)
+        parent = wanted.fork_of
+        fork(engine, SessionKey(wanted.tenant, parent.session_id), parent.turn, key, parent.is_version)
     head = find_session(engine, key)
     said = "".join(message["content"] for message in head.system)
     if wanted.system is not None and wanted.system != said:
@@ -270,12 +276,14 @@ def unknown_session(session_id: str) -> SessionNotFoundError:
     return SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
 
 
-def fork(engine: Engine, source: SessionKey, turn: int | None, new_key: SessionKey) -> SessionHead:
+def fork(
+    engine: Engine, source: SessionKey, turn: int | None, new_key: SessionKey, is_version: bool = False
+) -> SessionHead:
     """Raises SessionNotFoundError, and ApiError 400 for a turn that the session does not have."""
     head = find_session(engine, source)
-    if head.num_turns == 0 or (turn is not None and not 1 <= turn <= head.num_turns):
+    if turn is not None and turn > head.num_turns:
         raise bad_request("turn", f"turn is {turn}; session {source.session_id!r} has turns 1 to {head.num_turns}")
-    return engine.sessions.fork(source, turn, new_key).wait()
+    return engine.sessions.fork(source, turn, new_key, is_version).wait()
 
 
 async def delete(context: Context, key: SessionKey) -> int:

@@ -112,6 +112,7 @@ def test_models(server):
     (model,) = found["data"]
     assert found["object"] == "list"
     assert (model["id"], model["object"], model["max_model_len"]) == ("our/model", "model", 1024)
+    assert model["root"] == "kvstore-builtin"
     assert server.get("/v1/models/our/model").json() == model
     assert server.get("/v1/models/our%2Fmodel").json() == model
     reply = server.get("/v1/models/gpt-4o")

@@ -10,8 +10,13 @@ import pytest
 from kvstore.service.api.page import WEB
 from tests.support.service.browser import PHONE, Tabs
 from tests.support.service.serving import Serving, serving
+from tests.support.waiting import wait_until
 
 VENDOR = WEB / "vendor"
+LICENCES = {  # what each says
+    "MIT": "Permission is hereby granted", "Apache-2.0": "Apache License",
+    "BSD-3-Clause": "Redistribution and use in source and binary forms",
+}  # fmt: skip
 FENCE = "```"
 RICH = f"""## Steps
 
@@ -145,7 +150,7 @@ def check_harmless(page: Any) -> None:
     for link in page.locator("#log a[href]").all():
         assert link.get_attribute("target") == "_blank" and "noopener" in link.get_attribute("rel")
     attributes = "[...document.querySelectorAll('#log .answer .text *')].flatMap(e => e.getAttributeNames())"
-    known = {"href", "rel", "target", "title", "class", "align", "type", "aria-hidden"}
+    known = {"href", "rel", "target", "title", "class", "align", "type", "aria-hidden", "tabindex"}
     assert set(page.evaluate(attributes)) <= known
 
 
@@ -218,13 +223,110 @@ def test_a_long_answer_is_drawn_block_by_block_and_once_a_frame(page: Any) -> No
     assert page.evaluate(STREAM, [pieces, len(pieces)])["numDraws"] == 1
 
 
+# -- code, formulas, thinking, tools -----------------------------------------------------------------------------------
+FORMULAS = r"""Inline $e^{i\pi}+1=0$ and \(a_1 \le b\), which costs $5 and $6.
+
+$$
+\sqrt{1+x} = \sum_{k=1}^n \binom{n}{k} x_k
+= \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+$$
+
+Above \[ x^2 \] below, `$code$`, and broken: $\frac{1$.
+"""
+EVIL_FORMULAS = r"""$\href{javascript:window.ran=1}{x}$ $\url{javascript:window.ran=2}$
+$\includegraphics{https://evil.example/i.png}$ $\htmlStyle{background:url(https://evil.example)}{x}$
+$$\def\a{\a\a}\a$$ $\text{<img src=x onerror=window.ran=3>}$ $\rule{9999em}{9999em}$
+"""
+
+
+def test_formulas_are_drawn_and_prices_are_not(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Show me.", FORMULAS, "Thanks."))
+    answer = page.locator(".answer .text").first
+    assert answer.locator(".formula .katex-html").count() == 4
+    assert answer.locator(".formula.wide").count() == 2
+    text = answer.inner_text()
+    assert "which costs $5 and $6." in text and "broken: $\\frac{1$." in text
+    assert answer.locator("code").all_inner_texts() == ["$code$"]
+    wait_until(lambda: page.evaluate("document.fonts.check('16px KaTeX_Main')"))
+    assert fonts_of(page, server)
+
+
+def fonts_of(page: Any, server: Serving) -> list[str]:
+    """The fonts that the page has fetched; all of them are the server's own."""
+    names = page.evaluate("performance.getEntriesByType('resource').map(({ name }) => name)")
+    assert all(name.startswith(server.url) for name in names)
+    return [name for name in names if name.endswith(".woff2")]
+
+
+def test_formulas_that_mean_harm_do_none(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Show me.", EVIL_FORMULAS, "Thanks."))
+    answer = page.locator(".answer .text").first
+    assert page.evaluate("window.ran === undefined")
+    assert answer.locator("a, img, script").count() == 0
+    assert answer.bounding_box()["height"] < 5000
+    fonts_of(page, server)
+
+
+def test_code_has_the_colours_of_its_language(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
+    code = page.locator(".code code").first
+    assert code.locator(".hljs-keyword").first.inner_text() == "def"
+    assert code.locator(".hljs-string").all_inner_texts() == ['"<b>"']
+
+
+WEATHER = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lisbon"}'}}
+
+
+def test_thinking_and_tools_are_folded(server: Serving, tabs: Tabs) -> None:
+    history = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [WEATHER], "reasoning_content": "Let me <b>see</b>."},
+        {"role": "tool", "tool_call_id": "c1", "content": '{"sun": true}'},
+    ]
+    session_id = server.post("/chat", {"messages": history, "max_tokens": 4}).json()["session_id"]
+    page = opened(tabs, f"{server.url}/#{session_id}")
+    folds = {
+        ".thinking:not([hidden])": "Let me <b>see</b>.",
+        ".calls .card-of-tool": '"city": "Lisbon"',
+        ".asked .card-of-tool": '"sun": true',
+    }
+    for place, text in folds.items():
+        fold = page.locator(place)
+        assert text not in fold.inner_text()
+        fold.locator("summary").click()
+        assert text in fold.inner_text()
+    assert page.locator(".calls summary").inner_text() == "Calls weather"
+    assert page.locator(".edit, .again").count() == 0  # its tools are not the page's
+
+
+def test_thinking_and_calls_are_shown_as_they_come(page: Any) -> None:
+    deltas = [
+        {"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"tool_calls": [{"index": 0, **WEATHER}]},
+        {"content": "It is sunny."},
+    ]  # fmt: skip
+    events = [{"session_id": "s", "turn": 1, "delta": delta} for delta in deltas]
+    failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, failure]) + "data: [DONE]\n\n"
+    page.route("**/chat", lambda route: route.fulfill(headers={"Content-Type": "text/event-stream"}, body=body))
+    page.fill("#message", "Go")
+    page.press("#message", "Enter")
+    turn = page.locator(".turn.failed")
+    turn.wait_for()
+    turn.locator(".thinking summary").click()
+    assert turn.locator(".thought").inner_text() == "Let me see."
+    assert turn.locator(".calls summary").inner_text() == "Calls weather"
+    assert turn.locator(".answer > .text").inner_text() == "It is sunny."
+
+
 # -- what others wrote -----------------------------------------------------------------------------------------------
 def test_libraries_are_those_of_the_manifest_with_their_licences() -> None:
-    manifest = json.loads((VENDOR / "manifest.json").read_text())
-    assert {path.name for path in VENDOR.glob("*.js")} == set(manifest)
-    for name, one in manifest.items():
-        content = (VENDOR / name).read_bytes()
-        assert sha256(content).hexdigest() == one["sha256"], f"{name} is not {one['package']} {one['version']}"
-        assert f"{one['version']}".encode() in content[:400]
-        licence = (VENDOR / one["licence_file"]).read_text()
-        assert {"MIT": "Permission is hereby granted", "Apache-2.0": "Apache License"}[one["licence"]] in licence
+    packages = json.loads((VENDOR / "manifest.json").read_text())
+    known = {"manifest.json"}
+    for package, one in packages.items():
+        for name, file in one["files"].items():
+            content = (VENDOR / name).read_bytes()
+            assert sha256(content).hexdigest() == file["sha256"], f"{name} is not {package} {one['version']}"
+            assert name.endswith(".woff2") or one["version"].encode() in content
+        assert LICENCES[one["licence"]] in (VENDOR / one["licence_file"]).read_text()
+        known |= {*one["files"], one["licence_file"]}
+    assert {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()} == known

@@ -111,6 +111,44 @@ def test_what_a_later_turn_may_not_bring(server):
     assert num_turns(server, session_id) == 1
 
 
+# -- versions --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_another_version_of_a_turn_is_a_fork_that_shares_what_came_before(server, turn):
+    session_id = chat(server, "My name is Ada, and I like tea.", system="Be brief.")["session_id"]
+    chat(server, "What is my name?", session_id)
+    before = server.get(f"/sessions/{session_id}").json()
+    version = chat(server, "What do I like?", fork_of={"session_id": session_id, "turn": turn})
+    shown = server.get(f"/sessions/{version['session_id']}").json()
+    assert (version["turn"], shown["system"]) == (turn + 1, {"role": "system", "content": "Be brief."})
+    assert shown["parent"] == {"session_id": session_id, "turn": turn, "version": True}
+    assert shown["messages"][: 2 * turn] == before["messages"][: 2 * turn]
+    assert (version["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
+    assert server.get(f"/sessions/{session_id}").json() == before
+    chat(server, "And now?", version["session_id"])
+
+
+def test_a_version_that_fails_makes_no_session(server):
+    session_id = chat(server, "Hello")["session_id"]
+    fork_of = {"session_id": session_id, "turn": 1}
+    before = server.get("/sessions").body
+    for body, param in (
+        ({"fork_of": {**fork_of, "turn": 2}}, "turn"),
+        ({"fork_of": {**fork_of, "turn": -1}}, "fork_of.turn"),
+        ({"fork_of": {**fork_of, "session_id": "../x"}}, "session_id"),
+        ({"fork_of": fork_of, "session_id": session_id}, "fork_of"),
+        ({"fork_of": fork_of, "create": True}, "fork_of"),
+        ({"fork_of": fork_of, "system": "Be brief."}, "system"),
+        ({"fork_of": fork_of, "message": "long " * 3000, "truncation": "disabled"}, None),
+    ):
+        reply = server.post("/chat", {"message": "a", **SHORT, **body})
+        assert (reply.status, reply.error["param"] if param else None) == (400, param), reply.body
+    stopped = Stream(server, "/chat", {"message": "Count.", "fork_of": fork_of, **LONG})
+    stopped.next()
+    stopped.leave()
+    server.wait_until_idle()
+    assert server.get("/sessions").body == before
+
+
 # -- names of a client's own -------------------------------------------------------------------------------------------
 def test_a_name_of_the_client_s_creates_its_session_or_goes_on_with_it(both):
     alice, bob = both

@@ -39,7 +39,7 @@ def test_the_list_has_pages_the_last_used_first(both):
     assert first == {
         "id": made[1], "title": "Session 1", "turns": 2, "created_at": first["created_at"],
         "updated_at": first["updated_at"], "tokens": first["tokens"], "model": "kvstore-builtin", "expires_at": None,
-        "parent": None, "running": False, "pinned_until": None,
+        "parent": None, "running": False, "pinned_until": None, "personal": False,
     }  # fmt: skip
     assert first["created_at"] <= first["updated_at"] and first["tokens"] > 10
     assert server.get(f"/sessions?after={page['last_id']}").json() == {
@@ -49,7 +49,14 @@ def test_the_list_has_pages_the_last_used_first(both):
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("limit=0", "limit"), ("limit=1001", "limit"), ("limit=x", "limit"), ("after=x", "after"), ("after=%00", "after")],
+    [
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("limit=x", "limit"),
+        ("after=x", "after"),
+        ("after=%00", "after"),
+        ("personal=1", "personal"),
+    ],
 )
 def test_bad_pages_are_named(server, query, param):
     reply = server.get(f"/sessions?{query}")
@@ -85,7 +92,7 @@ def test_a_stored_turn_says_what_its_answer_said(server):
 ROUTES_OF_ONE = [
     ("GET", "", None), ("DELETE", "", None), ("POST", "/fork", {"turn": 1}), ("POST", "/fork", {}),
     ("POST", "/prefetch", {}), ("POST", "/pin", {"ttl": 60}), ("POST", "/truncate", {"turns": 1}),
-    ("POST", "/stop", {}),
+    ("POST", "/stop", {}), ("POST", "/label", {"title": "a"}),
 ]  # fmt: skip
 
 
@@ -119,6 +126,7 @@ def test_a_running_first_turn_is_its_owner_s_only(both):
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("fork", {"turn": 0}, "turn"), ("fork", {"turn": 9}, "turn"), ("fork", {"turn": "1"}, "turn"),
     ("pin", {}, "ttl"), ("pin", {"ttl": -1}, "ttl"), ("pin", {"ttl": 1e9}, "ttl"),
+    ("label", {"title": ""}, "title"), ("label", {"title": "a" * 201}, "title"), ("label", {"personal": 1}, "personal"),
     ("truncate", {}, "turns"), ("truncate", {"turns": -1}, "turns"), ("truncate", {"turns": 1.5}, "turns"),
 ])  # fmt: skip
 def test_bad_bodies_are_named(server, path, body, param):
@@ -146,7 +154,7 @@ def test_a_fork_goes_its_own_way(server):
     session_id = talk(server)
     fork = server.post(f"/sessions/{session_id}/fork", {"turn": 2}).json()
     assert fork["turns"] == 2 and fork["id"] != session_id
-    assert fork["parent"] == {"session_id": session_id, "turn": 2}
+    assert fork["parent"] == {"session_id": session_id, "turn": 2, "version": False}
     shown = server.get(f"/sessions/{fork['id']}").json()
     original = server.get(f"/sessions/{session_id}").json()
     assert shown["messages"] == original["messages"][:4]
@@ -248,3 +256,67 @@ def test_a_fork_of_what_another_server_deletes_meanwhile_is_unknown(redis):
             with before_each(server.engine.sessions, "fork", delete):
                 reply = server.post(path.format(session_id), body)
             assert (reply.status, reply.error["code"]) == (404, "session_not_found"), path
+
+
+# -- people's --------------------------------------------------------------------------------------------------------
+def test_a_label_says_what_it_is_called_and_whose_it_is(both):
+    _, server = both
+    session_id, programs = talk(server, "Hello"), talk(server, "I am a program")
+    before = server.get(f"/sessions/{session_id}").json()
+    labelled = server.post(f"/sessions/{session_id}/label", {"title": "Greetings", "personal": True}).json()
+    assert (labelled["title"], labelled["personal"], labelled["updated_at"]) == (
+        "Greetings",
+        True,
+        before["updated_at"],
+    )
+    assert server.post(f"/sessions/{session_id}/label", {}).json() == labelled
+    chat(server, "Hello again", session_id)
+    fork = server.post(f"/sessions/{session_id}/fork").json()
+    assert (fork["title"], fork["personal"]) == ("Greetings", True)
+    personal, other = (
+        [one["id"] for one in server.get(f"/sessions?personal={value}").json()["data"]] for value in ("true", "false")
+    )
+    assert personal == [fork["id"], session_id] and programs in other and not {*personal} & {*other}
+    page = server.get("/sessions?personal=true&limit=1").json()
+    assert page["has_more"] is True
+    rest = server.get(f"/sessions?personal=true&limit=1&after={page['last_id']}").json()
+    assert [one["id"] for one in rest["data"]] == [session_id] and rest["has_more"] is False
+
+
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "My name is Anna."}, {"role": "assistant", "content": "Hello Anna."},
+    {"role": "user", "content": "I like tea."}, {"role": "assistant", "content": "So do I."},
+]  # fmt: skip
+
+
+def test_a_conversation_from_elsewhere_is_taken_in_and_goes_on(server):
+    made = server.post("/sessions", {"messages": HISTORY, "title": "Anna", "personal": True}).json()
+    assert (made["title"], made["turns"], made["personal"], made["tokens"]) == ("Anna", 2, True, 0)
+    shown = server.get(f"/sessions/{made['id']}").json()
+    assert [shown["system"], *shown["messages"]] == HISTORY
+    assert [turn["usage"]["prompt_tokens"] for turn in shown["turns_data"]] == [0, 0]
+    turn = chat(server, "What is my name?", made["id"])
+    whole = server.post("/v1/chat/completions", {
+        "messages": [*HISTORY, {"role": "user", "content": "What is my name?"}], "max_tokens": 1,
+    }).json()  # fmt: skip
+    assert turn["turn"] == 3 and turn["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    fork = chat(server, "I like milk.", fork_of={"session_id": made["id"], "turn": 1})
+    assert fork["turn"] == 2
+    assert server.engine.sessions.upkeep.check().problems == ()
+
+
+def test_an_import_is_made_once_under_a_key(server):
+    made = [server.post("/sessions", {"messages": HISTORY}, **{"Idempotency-Key": "import"}).json() for _ in range(2)]
+    assert made[0] == made[1] and made[0]["title"] == "My name is Anna."
+
+
+@pytest.mark.parametrize(("messages", "param"), [
+    ([], "messages"), (HISTORY[:2], "messages"), (HISTORY[1:] + HISTORY, "messages[4].role"),
+    ([{"role": "king", "content": "a"}], "messages[0].role"),
+])  # fmt: skip
+def test_what_is_no_conversation_is_not_taken_in(server, messages, param):
+    before = server.get("/sessions").body
+    reply = server.post("/sessions", {"messages": messages})
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert server.get("/sessions").body == before
