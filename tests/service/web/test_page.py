@@ -164,7 +164,7 @@ def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], Non
     stop_asked = threading.Event()
 
     def until_stop() -> None:
-        """Two steps and then none, until the server knows that it is to stop: the answer cannot end before."""
+        """Two steps and then none, until the page has asked to stop: the answer cannot end before."""
         if server.engine.loop.runner.times.num_steps >= held_from:
             stop_asked.wait(TIMEOUT_S)
 
@@ -174,7 +174,7 @@ def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], Non
         page.fill("#message", "Tell me a long story.")
         page.press("#message", "Enter")
         page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
-        page.on("response", lambda answer: answer.url.endswith("/stop") and stop_asked.set())
+        page.on("request", lambda request: request.url.endswith("/stop") and stop_asked.set())
         stop(page)
         page.locator(".ending", has_text="You stopped this answer.").wait_for()
     said = page.locator(".answer .text").inner_text()
