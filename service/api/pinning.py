@@ -10,17 +10,11 @@ TTLS: Mapping[str, float] = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43
 DEFAULT_TTL = "30m"  # OpenAI's
 
 
-class CacheOptions(msgspec.Struct):
-    """mode: "implicit", so that the prompt's end is a breakpoint, or "explicit". ttl: of TTLS, for breakpoints without
-    one.
-    """
-
-    mode: str | None = None
-    ttl: str | None = None
-
-
 class Breakpoint(msgspec.Struct):
-    """ttl: of TTLS; without, that of the request's `CacheOptions`."""
+    """Of a content block, or of the whole request (`prompt_cache_options`), whose ttl the others have that say none.
+
+    mode: "implicit", so that the prompt's end is a breakpoint, or "explicit"; of a request alone. ttl: of TTLS.
+    """
 
     mode: str | None = None
     ttl: str | None = None
@@ -33,12 +27,12 @@ def seconds_of(ttl: str, param: str) -> float:
     return TTLS[ttl]
 
 
-def pin_s_of(options: CacheOptions | None, breakpoints: Iterable[Breakpoint]) -> float | None:
+def pin_s_of(options: Breakpoint | None, breakpoints: Iterable[Breakpoint]) -> float | None:
     """For how many seconds the conversation is pinned: the longest of its breakpoints; None where there is none.
 
     Raises ApiError 400.
     """
-    options = options or CacheOptions()
+    options = options or Breakpoint()
     if options.mode not in (None, "implicit", "explicit"):
         shown = options.mode[:40]
         raise bad_request("prompt_cache_options.mode", f"the mode {shown!r} is not known; give implicit or explicit")

@@ -5,6 +5,7 @@ import pty
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from tests.support.waiting import wait_until
 
@@ -13,7 +14,7 @@ ENVIRONMENT = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # n
 
 
 class Terminal:
-    """A program at a terminal of its own."""
+    """A program at a terminal of its own, as a context, which ends it."""
 
     def __init__(self, *command: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -39,7 +40,10 @@ class Terminal:
         wait_until(is_said, words)
         self._said = self._said.partition(words.encode())[2]
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
         os.close(self._ours)

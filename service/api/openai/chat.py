@@ -16,7 +16,7 @@ from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.context import EXCHANGE, Context, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
-from kvstore.service.api.pinning import CacheOptions, pin_s_of
+from kvstore.service.api.pinning import Breakpoint, pin_s_of
 from kvstore.service.api.sessions.chat import delta_of
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.http.errors import Route, bad_request
@@ -37,7 +37,7 @@ class ChatCompletionBody(schema.Talking, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: schema.TopLogprobs | None = None
     truncation_reuse: str | None = None
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: Breakpoint | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 

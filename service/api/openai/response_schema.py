@@ -13,7 +13,7 @@ from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, c
 from kvstore.engine.text.prompts import in_order_of_calls
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, flat_options_of
 from kvstore.service.api.naming import Naming, name_of
-from kvstore.service.api.pinning import CacheOptions, pin_s_of
+from kvstore.service.api.pinning import Breakpoint, pin_s_of
 from kvstore.service.api.schema import (
     CachedTokens,
     ContentPart,
@@ -100,7 +100,7 @@ class ResponseBody(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: Breakpoint | None = None
     background: bool | None = None
 
     @property

@@ -30,8 +30,7 @@ def script(run, tmp_path):
 @pytest.mark.parametrize(("shell", "flags"), [("bash", ("--norc", "--noprofile")), ("zsh", ("-f",))])
 def test_tab_completes_commands_flags_and_values(script, tmp_path, shell, flags):
     file = script(shell)
-    terminal = Terminal(shell, *flags, "-i")
-    try:
+    with Terminal(shell, *flags, "-i") as terminal:
         # What is typed has the word in two parts, so that only what it prints has it whole.
         terminal.type(BEFORE[shell].format(folder=tmp_path) + f'eval "$(cat {file})"; echo read"y"\r')
         terminal.hear("ready")
@@ -40,8 +39,6 @@ def test_tab_completes_commands_flags_and_values(script, tmp_path, shell, flags)
             terminal.hear(f"kvstore {begun}{rest}")
         terminal.type("\x15kvstore completion fi\t")
         terminal.hear("kvstore completion fish")
-    finally:
-        terminal.close()
 
 
 def test_fish_completes(script):

@@ -22,8 +22,7 @@ sys.exit(cli.main(["chat", "--config", "/dev/null"], FakeEngine))
 
 
 def test_ctrl_c_clears_the_line_and_ends_the_program_on_an_empty_one():
-    terminal = Terminal(sys.executable, "-c", CHATS)
-    try:
+    with Terminal(sys.executable, "-c", CHATS) as terminal:
         terminal.hear("you>")
         terminal.type("not this")
         terminal.hear("not this")
@@ -34,13 +33,10 @@ def test_ctrl_c_clears_the_line_and_ends_the_program_on_an_empty_one():
         terminal.hear("you>")
         terminal.type("\x03")
         assert terminal.process.wait(TIMEOUT_S) == 130
-    finally:
-        terminal.close()
 
 
 def test_lines_pasted_and_added_are_one_message_and_the_arrows_bring_it_back():
-    terminal = Terminal(sys.executable, "-c", CHATS)
-    try:
+    with Terminal(sys.executable, "-c", CHATS) as terminal:
         terminal.hear("you>")
         terminal.type("\x1b[200~first\nsecond\x1b[201~")
         terminal.hear("second")
@@ -61,8 +57,6 @@ def test_lines_pasted_and_added_are_one_message_and_the_arrows_bring_it_back():
         terminal.hear("you>")
         terminal.type("\x04")
         assert terminal.process.wait(TIMEOUT_S) == 0
-    finally:
-        terminal.close()
 
 
 def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
@@ -70,8 +64,7 @@ def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
     command = [sys.executable, "-m", "kvstore.service.command.cli", "chat", "--config", "/dev/null", "--store",
                str(tmp_path / "store"), "--disk", "64MiB", "--hbm", "4MiB", "--max-tokens", "4"]  # fmt: skip
     for lines in (["hello there\r"], ["\x1b[A!\r", "/retry\r", "/undo\r"]):
-        terminal = Terminal(*command)
-        try:
+        with Terminal(*command) as terminal:
             for line in lines:
                 terminal.hear("you>")
                 terminal.type(line)
@@ -82,8 +75,6 @@ def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
             terminal.hear("you>")
             terminal.type("\x04")
             assert terminal.process.wait(TIMEOUT_S) == 0
-        finally:
-            terminal.close()
     said = [json.loads((tmp_path / f"{number}.json").read_text()) for number in (1, 3)]
     assert [message["content"] for message in said[0]["messages"]][::2] == ["hello there"]
     assert said[1]["session_id"] == "terminal-3" and said[1]["messages"] == said[0]["messages"]
