@@ -108,7 +108,7 @@ def test_an_earlier_turn_and_a_busy_session_are_forked(server, client):
     third = ask(client, "Something else", first)
     assert third.id.split("_")[1] != first.id.split("_")[1] and third.id.endswith("_2")
     fork = server.get(f"/sessions/{third.id.split('_')[1]}").json()
-    assert fork["parent"] == {"session_id": first.id.split("_")[1], "turn": 1}
+    assert fork["parent"] == {"session_id": first.id.split("_")[1], "turn": 1, "version": False}
     assert [message["content"] for message in fork["messages"]] == [
         "Hello", first.output_text, "Something else", third.output_text,
     ]  # fmt: skip
