@@ -124,6 +124,8 @@ function listed() {
 function changed(conversation, { sent, said, ended } = {}) {
   if (ended) afterAnswer(conversation);
   if (conversation !== current) return;
+  const { id } = conversation;
+  if (id && location.hash.slice(1) !== id) history.replaceState(null, "", `#${id}`);
   if (!said) {
     composer.render();
     showHeading();
@@ -134,10 +136,7 @@ function changed(conversation, { sent, said, ended } = {}) {
 
 async function afterAnswer(conversation) {
   if (!conversation.problem && !conversation.draft.trim()) kept.delete(conversation);
-  if (conversation === current && conversation.id) {
-    if (location.hash.slice(1) !== conversation.id) history.replaceState(null, "", `#${conversation.id}`);
-    list.select(conversation.id);
-  }
+  if (conversation === current && conversation.id) list.select(conversation.id);
   await list.refresh({ quiet: Boolean(conversation.problem) });
   if (conversation === current) showHeading();
 }

@@ -169,6 +169,7 @@ export class Conversation {
     const stored = { ...result, messages: [...asked, result.message] };
     this.stored.push(stored);
     this.finish(turn, stored);
+    this.changed(this); // names the session in the address, so that loading the page again shows this answer
     await this.markPersonal();
     const rate = decodeRate(result.usage, result.timings);
     const speed = rate ? ` ${count(rate)} tokens per second.` : "";
