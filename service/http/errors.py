@@ -114,7 +114,7 @@ _UNAVAILABLE: tuple[tuple[type[Exception], str, str], ...] = (  # with this mess
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to an exception; anything not known to be the client's fault is an "internal error"."""
+    """The answer to an exception, its cause; anything not known to be the client's fault is an "internal error"."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in _REFUSED:
@@ -123,9 +123,10 @@ def api_error(error: Exception) -> ApiError:
             headers: Mapping[str, str] = NO_RETRY if status == 409 else {}
             if (retry_after_s := getattr(error, "retry_after_s", None)) is not None:
                 headers = {"Retry-After": str(math.ceil(retry_after_s) or 1)}
-            return ApiError(
-                status, str(error), type=type_, param=getattr(error, "param", None), code=code, headers=headers
-            )
+            param = getattr(error, "param", None)
+            answer = ApiError(status, str(error), type=type_, param=param, code=code, headers=headers)
+            answer.__cause__ = error
+            return answer
     for kind, code, message in _UNAVAILABLE:
         if isinstance(error, kind):
             retry_after_s = 1 if kind is kv.EngineOverloadedError else RETRY_AFTER_S

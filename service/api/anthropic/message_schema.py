@@ -13,6 +13,7 @@ from kvstore.engine.outputs import Choice, Miss, Usage
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import MAX_TOOLS, AnswerOptions, check_effort
 from kvstore.engine.text.prompts import in_order_of_calls
+from kvstore.errors import ContextLengthError
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolIn, flat_options_of
 from kvstore.service.api.pinning import seconds_of
 from kvstore.service.api.schema import CachedTokens, ContentPart, Sampling, Stop, text_of, usage_object
@@ -402,8 +403,8 @@ class MessagesError(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, error: ApiError, request_id: str) -> Self:
         message = error.message
-        if error.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # by these words clients know that they have to compact
+        if isinstance(cause := error.__cause__, ContextLengthError):  # by these words clients know what to compact
+            message = f"prompt is too long: {cause.requested_tokens} tokens > {cause.limit_tokens} maximum; {message}"
         kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return cls(error=MessagesErrorInfo(kind, message), request_id=request_id)
 
