@@ -160,13 +160,17 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
 
 
 @pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
-def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], None], page: Any) -> None:
-    stop_asked = threading.Event()
+def test_stopping_keeps_what_was_said(
+    server: Serving, stop: Callable[[Any], None], page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, end = threading.Event(), server.engine.core.end
 
     def until_stop() -> None:
-        """Two steps and then none, until the page has asked to stop: the answer cannot end before."""
+        """Two steps and then none, until the engine is told to end the answer: it cannot end by its length before."""
         if server.engine.loop.runner.times.num_steps >= held_from:
-            stop_asked.wait(TIMEOUT_S)
+            stopped.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(server.engine.core, "end", lambda *arguments: (end(*arguments), stopped.set()))
 
     page.route("**/chat", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | ENDLESS)))
     held_from = server.engine.stats()["step"]["num_steps"] + 4
@@ -174,7 +178,6 @@ def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], Non
         page.fill("#message", "Tell me a long story.")
         page.press("#message", "Enter")
         page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
-        page.on("request", lambda request: request.url.endswith("/stop") and stop_asked.set())
         stop(page)
         page.locator(".ending", has_text="You stopped this answer.").wait_for()
     said = page.locator(".answer .text").inner_text()
