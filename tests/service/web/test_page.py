@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import HEADERS, WEB
-from tests.support.faults import before_each_step
+from tests.support.faults import before_each, before_each_step
 from tests.support.redis_server import RedisServer
 from tests.support.service.browser import DESKTOP, PHONE, Tabs
 from tests.support.service.serving import Serving, serving
@@ -161,21 +161,20 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
 
 @pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
 def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], None], page: Any) -> None:
-    stop_asked = threading.Event()
+    stopped = threading.Event()
 
     def until_stop() -> None:
-        """Two steps and then none, until the page has asked to stop: the answer cannot end before."""
+        """Two steps and then none, until the engine is told to end the answer: it cannot end by its length before."""
         if server.engine.loop.runner.times.num_steps >= held_from:
-            stop_asked.wait(TIMEOUT_S)
+            stopped.wait(TIMEOUT_S)
 
     page.route("**/chat", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | ENDLESS)))
     page.route("**/label", lambda route: None)  # what the page asks after an answer is still on its way when it is left
     held_from = server.engine.stats()["step"]["num_steps"] + 4
-    with before_each_step(server.engine, until_stop):
+    with before_each_step(server.engine, until_stop), before_each(server.engine.core, "end", stopped.set):
         page.fill("#message", "Tell me a long story.")
         page.press("#message", "Enter")
         page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
-        page.on("request", lambda request: request.url.endswith("/stop") and stop_asked.set())
         stop(page)
         page.locator(".ending", has_text="You stopped this answer.").wait_for()
     said = page.locator(".answer .text").inner_text()
