@@ -53,8 +53,10 @@ class FurthestFirst:
         return None
 
     def _entry(self, conversation: Conversation) -> tuple[float, int, int, Conversation]:
-        next_s = self._next_s.get(conversation, math.inf)
-        return -next_s, conversation.number, conversation.branch, conversation
+        return *self.value(conversation), id(conversation), conversation
+
+    def value(self, conversation: Conversation) -> tuple[float, int]:
+        return -self._next_s.get(conversation, math.inf), conversation.number
 
 
 def next_arrivals(trace: Trace) -> array[float]:

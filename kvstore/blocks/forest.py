@@ -1,4 +1,4 @@
-"""A tier's cached blocks, by what they build on and which conversations end at them, and which is evicted next.
+"""A tier's cached blocks, by what they build on and whose they are, and which is evicted next.
 
 The order of conversations is passed in (see `kvstore.policy.policies`). Parents of blocks in flight are not evicted
 before these have arrived. Knows not who else holds a block.
@@ -7,14 +7,13 @@ before these have arrived. Knows not who else holds a block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvstore.blocks.ids import BlockId
-from kvstore.policy.conversation import Conversation, Prefix
+from kvstore.policy.conversation import Conversation
 
-MAX_ENDS = 16  # conversations that end at one block: any number may share a system prompt
 K = TypeVar("K", bound=Hashable)
 
 
@@ -29,149 +28,11 @@ class Order(Protocol):
         """The least valuable conversation; it stays in the order."""
         ...
 
+    def value(self, conversation: Conversation) -> tuple[float, ...]:
+        """What it is worth now, whether it is in the order or not; the lowest goes first."""
+        ...
+
     def __contains__(self, conversation: Conversation) -> bool: ...
-
-
-def _claim_of(conversation: Conversation) -> tuple[bool, bool, int, int]:
-    """The value of a claim to a shared block, to choose which claims to keep when there are too many."""
-    is_pinned = conversation.pinned_until_s > 0
-    return conversation.wanted is not None, is_pinned, conversation.use, conversation.branch
-
-
-class Ends(Generic[K]):
-    """Each conversation ends at one block: `block_of`. At most MAX_ENDS of them are kept per block: `at`.
-
-    Whoever knows which blocks can be evicted calls `admit` and `withdraw`. order: None ignores all conversations.
-    """
-
-    def __init__(self, order: Order | None) -> None:
-        self.order = order
-        self.at: dict[K, Conversation | set[Conversation]] = {}
-        self.block_of: dict[Conversation, K] = {}
-        self._num_branches = 0
-
-    def conversations(self, key: K) -> Collection[Conversation]:
-        """The conversations that end at this block."""
-        ends = self.at.get(key)
-        if ends is None:
-            return ()
-        return ends if isinstance(ends, set) else (ends,)
-
-    # -- moving ------------------------------------------------------------------------------------------------------
-    def move(self, conversation: Conversation, key: K | None) -> None:
-        """Move a conversation's end to this block; None: it has no block here any more."""
-        if self.order is None:
-            return
-        old = self.block_of.pop(conversation, None)
-        if old is not None:
-            self.order.discard(conversation)
-            ends = self.at[old]
-            if isinstance(ends, set) and len(ends) > 1:
-                ends.discard(conversation)
-            else:
-                del self.at[old]
-        if key is None:
-            return
-        self.block_of[conversation] = key
-        ends_here = self.at.get(key)
-        if ends_here is None:
-            self.at[key] = conversation
-        elif isinstance(ends_here, set):
-            ends_here.add(conversation)
-            if len(ends_here) > MAX_ENDS:
-                self.move(min(ends_here, key=_claim_of), None)
-        else:
-            self.at[key] = {ends_here, conversation}
-
-    def extend(self, conversation: Conversation, key: K, parent: K | None) -> K | None:
-        """Extend a conversation by a block. Returns the block where a copy of it stays, if it leaves a branch."""
-        if self.block_of.get(conversation) == parent:  # the usual case
-            self.move(conversation, key)
-            return None
-        own = None if parent is None else self._own_end(conversation, parent)
-        left = self._leave_branch(conversation) if own is None else None
-        self.move(own or conversation, key)
-        return left
-
-    def claim(self, conversation: Conversation, path: Sequence[K]) -> None:
-        """Let a conversation end at the last block of a path, head first; a copy stays on a branch that it leaves."""
-        old, end = self.block_of.get(conversation), path[-1]
-        if old is not None and old not in path:
-            if (own := self._own_end(conversation, end)) is not None:  # from now on it stands for the other branch
-                self.move(conversation, None)
-                self.move(own, old)
-            else:
-                self._leave_branch(conversation)
-        self.move(conversation, end)
-
-    def _own_end(self, conversation: Conversation, key: K) -> Conversation | None:
-        """Which of the conversations that end here is this one, or its copy for this branch."""
-        own = [one for one in self.conversations(key) if one.number == conversation.number]
-        return max(own, key=lambda one: one.branch, default=None)
-
-    def _leave_branch(self, conversation: Conversation) -> K | None:
-        """Put a copy of the conversation in its place, so that the blocks there keep their value."""
-        old = self.block_of.get(conversation)
-        if old is not None:
-            self._num_branches -= 1  # so that it is evicted before the original when all else is equal
-            remnant = replace(
-                conversation, branch=self._num_branches, num_open=0, num_running=0, wanted=None, pinned_until_s=0.0
-            )
-            self.move(conversation, None)
-            self.move(remnant, old)
-        return old
-
-    def shorten(self, key: K, parent: K) -> bool:
-        """The usual case of `move_all`, in which the order does not change: one conversation ends here, none there."""
-        conversation = self.at.get(key)
-        if conversation is None or isinstance(conversation, set) or parent in self.at:
-            return False
-        del self.at[key]
-        self.at[parent] = conversation
-        self.block_of[conversation] = parent
-        if self.order is not None:
-            self.order.add(conversation)  # does nothing, unless the block had been held
-        return True
-
-    def move_all(self, key: K, to: K | None) -> None:
-        """Move all conversations that end at this block."""
-        for conversation in list(self.conversations(key)):
-            self.move(conversation, to)
-
-    # -- the order ---------------------------------------------------------------------------------------------------
-    def admit(self, key: K) -> None:
-        """The block can be evicted now."""
-        if self.order is not None:
-            for conversation in self.conversations(key):
-                self.order.add(conversation)
-
-    def withdraw(self, key: K) -> None:
-        """The block cannot be evicted any more."""
-        if self.order is not None:
-            for conversation in self.conversations(key):
-                self.order.discard(conversation)
-
-    def next(self) -> K | None:
-        """The end of the least valuable conversation; of several that end there, only the most valuable stays."""
-        while self.order is not None and (conversation := self.order.first()) is not None:
-            key = self.block_of.get(conversation)
-            if key is None:  # left behind by another tier's table of this order that was dropped
-                self.order.discard(conversation)
-                continue
-            if not isinstance(ends := self.at[key], set) or len(ends) == 1:
-                return key
-            self.move(conversation, None)  # other conversations value the block more
-        return None
-
-    def clear(self) -> None:
-        for conversation in list(self.block_of):
-            self.move(conversation, None)
-
-    def check_integrity(self) -> None:
-        """Assert that both tables agree."""
-        for conversation, key in self.block_of.items():
-            assert conversation in self.conversations(key), f"conversation {conversation.number} ends nowhere"
-        assert sum(len(self.conversations(key)) for key in self.at) == len(self.block_of), "a lost end"
 
 
 class Links(Generic[K]):
@@ -244,59 +105,71 @@ class Links(Generic[K]):
 class EvictionTree(Generic[K]):
     """A block is evicted only when nobody holds it and no cached block builds on it.
 
-    Each conversation ends at its last block here; when that is evicted, at its parent. A leaf at which several
-    conversations end counts as the most valuable of them; the others move off it first. Leaves without a conversation
-    are evicted before all others, the least recently used first. Every operation is O(1) a block, beside the cost of
-    the order. order None: there are no conversations. is_free: whether nobody uses a block; one in use is never next.
+    A conversation owns the block at which it ends here, and no other. When that is evicted, it owns the parent, unless
+    the parent's owner is worth more. A leaf that it leaves for another branch stays with a remnant of it, which ages.
+    The prefix that ends at a leaf takes it from an owner that is worth less. Leaves without an owner are evicted before
+    all others, the least recently used first.
+
+    Every operation is O(1) a block, beside the cost of the order. order None: blocks have no owners. is_free: whether
+    nobody uses a block; one in use is never next. id_of: the block id of a key.
     """
 
-    def __init__(self, order: Order | None, is_free: Callable[[K], bool] = lambda _: True) -> None:
+    def __init__(
+        self,
+        order: Order | None,
+        is_free: Callable[[K], bool] = lambda _: True,
+        id_of: Callable[[K], Hashable] = lambda key: key,
+    ) -> None:
         self.links: Links[K] = Links()
-        self.ends: Ends[K] = Ends(order)
+        self.owner_of: dict[K, Conversation] = {}
+        self.end_of: dict[Conversation, K] = {}
+        self._order = order
         self._is_free = is_free
-        self._unclaimed: OrderedDict[K, None] = OrderedDict()  # leaves without a conversation that can be evicted
+        self._id_of = id_of
+        self._unowned: OrderedDict[K, None] = OrderedDict()  # leaves without an owner that can be evicted
 
     def __contains__(self, key: K) -> bool:
         return key in self.links.keys
 
     # -- changing ----------------------------------------------------------------------------------------------------
     def add(self, key: K, parent: K | None, conversation: Conversation | None) -> None:
-        """Add a block that was not cached. parent: the block that it builds on, cached here or not."""
+        """Add a block that was not cached: the conversation ends there now. parent: the block that it builds on, cached
+        here or not.
+        """
         self.links.keys.add(key)
         if parent is not None:
             self._link(key, parent)
-        if conversation is not None and (left := self.ends.extend(conversation, key, parent)) is not None:
-            self.rest(left)
+        if conversation is not None:
+            before = None if parent is None else self.owner_of.get(parent)
+            if before is not None and before.number == conversation.number:
+                conversation = before  # itself, or its remnant on this branch
+            self._give(key, conversation)
         self.rest(key)
 
     def _link(self, key: K, parent: K) -> None:
         self.hold(parent)
         self.links.link(key, parent)
 
-    def claim(self, conversation: Conversation, path: Sequence[K]) -> None:
-        """Give these blocks, head first, to the conversation: from now on it ends at the last one.
+    def claim(self, conversation: Conversation, key: K) -> None:
+        """Let the conversation end at this cached block."""
+        if self.owner_of.get(key) is not conversation:
+            self._give(key, conversation)
+            self.rest(key)
 
-        Blocks that it leaves on another branch keep their value, under a copy.
-        """
-        old, end = self.ends.block_of.get(conversation), path[-1]
-        if old != end:
-            self.ends.claim(conversation, path)
-            if old is not None:
-                self.rest(old)
-            self.rest(end)
-
-    def settle(self, prefix: Prefix | None, key_of: Callable[[Any], K | None]) -> None:
-        """Let a prefix, and those it builds on, end at their last blocks if these are cached. key_of: keys by block
-        ids.
-        """
-        while prefix is not None:
-            key, old = key_of(prefix.end), self.ends.block_of.get(prefix.entry)
-            if key is not None and key != old:
-                self.ends.move(prefix.entry, key)
-                if old is not None:
-                    self.rest(old)
-                self.rest(key)
-            prefix = prefix.parent
+    def _give(self, key: K, conversation: Conversation) -> None:
+        if self._order is None:
+            return
+        self.hold(key)
+        if (before := self.owner_of.get(key)) is not None:
+            del self.end_of[before]
+        if (left := self.end_of.get(conversation)) is not None:
+            self.hold(left)
+            del self.owner_of[left]
+            if left not in self.links.children_of:
+                remnant = replace(conversation, num_open=0, num_running=0, wanted=None, pinned_until_s=0.0)
+                self.owner_of[left], self.end_of[remnant] = remnant, left
+                self.rest(left)
+        self.owner_of[key], self.end_of[conversation] = conversation, key
 
     def link(self, key: K, parent: K) -> None:
         """Link a block to its predecessor although it names no cached block as its parent: a splice."""
@@ -306,52 +179,82 @@ class EvictionTree(Generic[K]):
             self._link(key, parent)
 
     def remove(self, key: K) -> None:
-        """Remove a block. If its parent becomes a leaf without a conversation, that is evicted before other such
-        leaves.
-        """
+        """Remove a block. If its parent becomes a leaf without an owner, that is evicted before other such leaves."""
         links = self.links
         links.keys.discard(key)
-        self._unclaimed.pop(key, None)
-        parent = links.unlink(key)
+        self._unowned.pop(key, None)
+        owner, parent = self.owner_of.pop(key, None), links.unlink(key)
         if parent is None or parent not in links.keys:
-            self.ends.move_all(key, None)
+            if owner is not None:
+                self._drop(owner)
             return
-        is_leaf = parent not in links.children_of
-        if is_leaf and key not in links.children_of and self._is_free(parent) and self.ends.shorten(key, parent):
-            return
-        self.ends.move_all(key, parent)
-        if is_leaf:
-            self.rest(parent, first=True)
+        if owner is not None:
+            self._inherit(parent, owner)
+        self.rest(parent, first=True)
+
+    def _inherit(self, key: K, owner: Conversation) -> None:
+        """Let the owner of a block that is gone own its parent, unless that has one that is worth more."""
+        if (other := self.owner_of.get(key)) is not None:
+            stays, goes = (owner, other) if self._is_worth_more(owner, other) else (other, owner)
+            stays.prefix = stays.prefix or goes.prefix  # of one that was found in a store it is not known
+            self._drop(goes)
+            if goes is owner:
+                return
+        self.owner_of[key], self.end_of[owner] = owner, key
+        if key in self.links.children_of or not self._is_free(key):
+            self._withdraw(owner)
+
+    def _drop(self, owner: Conversation) -> None:
+        """It owns nothing any more."""
+        del self.end_of[owner]
+        self._withdraw(owner)
+
+    def _withdraw(self, owner: Conversation | None) -> None:
+        if self._order is not None and owner is not None:
+            self._order.discard(owner)
+
+    def _is_worth_more(self, one: Conversation, other: Conversation) -> bool:
+        return self._order is not None and self._order.value(one) > self._order.value(other)
 
     # -- what can be evicted -----------------------------------------------------------------------------------------
     def hold(self, key: K) -> None:
         """Keep a block: it is in use, or a block that builds on it was added."""
         if key not in self.links.children_of:
-            self._unclaimed.pop(key, None)
-            if key in self.ends.at:
-                self.ends.withdraw(key)
+            self._unowned.pop(key, None)
+            self._withdraw(self.owner_of.get(key))
 
     def rest(self, key: K, first: bool = False) -> None:
-        """Let a block be evicted, unless it is in use or built on. first: before others without a conversation."""
+        """Let a block be evicted, unless it is in use or built on. first: before others without an owner."""
         links = self.links
         if key not in links.keys or key in links.children_of or not self._is_free(key):
             return
-        if key in self.ends.at:
-            self._unclaimed.pop(key, None)
-            self.ends.admit(key)
-        elif key not in self._unclaimed:
-            self._unclaimed[key] = None
+        owner = self.owner_of.get(key)
+        if self._order is not None and owner is not None:
+            self._order.add(owner)
+        elif key not in self._unowned:
+            self._unowned[key] = None
             if first:
-                self._unclaimed.move_to_end(key, last=False)
+                self._unowned.move_to_end(key, last=False)
 
     def touch(self, key: K) -> None:
-        """Mark a block as just used: of those without a conversation it is evicted last."""
-        if key in self._unclaimed:
-            self._unclaimed.move_to_end(key)
+        """Mark a block as just used: of those without an owner it is evicted last."""
+        if key in self._unowned:
+            self._unowned.move_to_end(key)
 
     def next(self) -> K | None:
         """The block to evict next, without removing it; None when all are held."""
-        return next(iter(self._unclaimed)) if self._unclaimed else self.ends.next()
+        if self._unowned:
+            return next(iter(self._unowned))
+        while self._order is not None and (owner := self._order.first()) is not None:
+            key = self.end_of.get(owner)
+            if key is None:  # left behind by another tier's table of this order that was dropped
+                self._order.discard(owner)
+                continue
+            prefix = owner.prefix and owner.prefix_at(self._id_of(key))
+            if prefix is None or not self._is_worth_more(prefix.entry, owner):
+                return key
+            self.claim(prefix.entry, key)
+        return None
 
     def evict(self, size: int, size_of: Callable[[K], int], is_pinned: Callable[[K], bool]) -> list[K]:
         """Remove blocks of at least this size in all, or all that can be evicted; returns them, tails first.
@@ -374,22 +277,24 @@ class EvictionTree(Generic[K]):
 
     def clear(self) -> None:
         """Remove everything."""
-        self.ends.clear()
+        for owner in self.end_of:
+            self._withdraw(owner)
         self.links.clear()
-        self._unclaimed.clear()
+        for each in (self.owner_of, self.end_of, self._unowned):
+            each.clear()
 
     def check_integrity(self) -> None:
-        """Assert that links, ends and leaves agree."""
-        links, ends = self.links, self.ends
+        """Assert that links, owners and leaves agree."""
+        links = self.links
         links.check_integrity()
-        ends.check_integrity()
-        assert ends.at.keys() <= links.keys, "a conversation ends at a block that is not cached"
+        assert self.owner_of.keys() <= links.keys, "a block that is not cached has an owner"
+        assert {owner: key for key, owner in self.owner_of.items()} == self.end_of, "owners and ends disagree"
         for key in links.keys:
-            free = key not in links.children_of and self._is_free(key)
-            assert (key in self._unclaimed) == (free and key not in ends.at), f"{key!r} is {'not ' * free}to be next"
-            for conversation in ends.conversations(key):
-                assert ends.order is not None
-                assert (conversation in ends.order) == free, f"{key!r}: its conversation is out of order"
+            free, owner = key not in links.children_of and self._is_free(key), self.owner_of.get(key)
+            assert (key in self._unowned) == (free and owner is None), f"{key!r} is {'not ' * free}to be next"
+            if owner is not None:
+                assert self._order is not None
+                assert (owner in self._order) == free, f"{key!r}: its owner is out of order"
 
 
 class ParentsInFlight:

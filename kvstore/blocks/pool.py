@@ -31,7 +31,7 @@ class BlockPool:
         self.num_evictions = 0  # to make room
         self.num_forgotten = 0  # for any other reason
         self._ref_counts = [0] * num_blocks
-        self.tree: EvictionTree[int] = EvictionTree(order, self.is_free)
+        self.tree: EvictionTree[int] = EvictionTree(order, self.is_free, self.block_id)
         self._clear()
 
     def _clear(self) -> None:
@@ -136,11 +136,10 @@ class BlockPool:
         """Mark blocks of a chain, head first, as just used: of free blocks without a conversation, they are evicted
         last, tail first.
 
-        conversation: owns them from now on.
+        conversation: ends at the last one from now on.
         """
         if conversation is not None and blocks:
-            self.tree.claim(conversation, blocks)
-            self.tree.settle(conversation.prefix, self._by_id.get)
+            self.tree.claim(conversation, blocks[-1])
             return
         for block in reversed(blocks):
             self.tree.touch(block)
@@ -161,12 +160,6 @@ class BlockPool:
             self._block_ids[block] = block_id
             parent = None if parent_id is None else self._by_id.get(parent_id)
             self.tree.add(block, parent, conversation)
-            prefix = None if conversation is None else conversation.prefix
-            while prefix is not None:  # inlined for speed: a call would cost more than the loop
-                if prefix.end == block_id:
-                    self.tree.settle(prefix, self._by_id.get)
-                    break
-                prefix = prefix.parent
         return True
 
     def forget(self, block: int) -> list[int]:

@@ -73,7 +73,7 @@ class DiskIndex:
 
         Their numbers are negative, older than any of the registry's.
         """
-        leaves = [leaf for leaf in self.links.leaves() if not any(self._tree.ends.conversations(leaf))]
+        leaves = [leaf for leaf in self.links.leaves() if leaf not in self._tree.owner_of]
         leaves.sort(key=lambda leaf: self._entries[leaf].last_access_s)
         found: list[tuple[Hashable, Conversation]] = []
         now_s = self._clock()
@@ -82,7 +82,7 @@ class DiskIndex:
             root = int.from_bytes(leaf[:8], "little")
             used_s = min(entry.last_access_s, now_s)  # the clock may have been set back
             one = Conversation(number, root, entry.created_s, used_s, use=number)
-            self._tree.claim(one, (leaf,))
+            self._tree.claim(one, leaf)
             found.append((leaf, one))
         return found
 
@@ -109,8 +109,6 @@ class DiskIndex:
         if known is None:
             self.bytes.add(entry.tenant, entry.stored_bytes)
             self._tree.add(block_id, entry.parent_id, conversation)
-            if conversation is not None and (prefix := conversation.prefix_at(block_id)) is not None:
-                self._tree.settle(prefix, self._known)
         else:
             self.bytes.add(entry.tenant, entry.stored_bytes - known.stored_bytes)
             self._tree.touch(block_id)
@@ -134,7 +132,7 @@ class DiskIndex:
     def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
         """Mark these blocks, head first, as used.
 
-        Only the last one that is here is noted: the others stay with it. conversation: their owner.
+        Only the last one that is here is noted: the others stay with it. conversation: ends there.
         """
         end = len(chain)
         while end and chain[end - 1] not in self._entries:
@@ -145,18 +143,16 @@ class DiskIndex:
         self._entries[entry.block_id] = entry._replace(last_access_s=now_s)
         self._touched[entry.block_id] = now_s
         if conversation is not None:
-            self._tree.claim(conversation, chain[:end])
-            self._tree.settle(conversation.prefix, self._known)
+            self._tree.claim(conversation, chain[end - 1])
         self._tree.touch(entry.block_id)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
-        """Give these blocks, head first, to this conversation, as far as they are here."""
+        """Let the conversation end at the last of these blocks, head first, that is here."""
         end = len(chain)
         while end and chain[end - 1] not in self._entries:
             end -= 1
         if end:
-            self._tree.claim(conversation, chain[:end])
-            self._tree.settle(conversation.prefix, self._known)
+            self._tree.claim(conversation, chain[end - 1])
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """Link a splice's first block to the block before it, although it names another parent, so that it is evicted

@@ -55,8 +55,6 @@ class KVStorePolicy(CachePolicy):
         if chunk.ref_cnt == 0:
             self._evictable[key] = None
         self._tree.add(key, parent, conversation)
-        if conversation is not None and (prefix := conversation.prefix_at(key)) is not None:
-            self._tree.settle(prefix, self._known)
 
     def remove(self, key: OffloadKey) -> None:
         del self._chunks[key]
@@ -120,8 +118,7 @@ class KVStorePolicy(CachePolicy):
         chain = chain_of(req_context)
         end = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self._chunks), 0)
         if end:
-            self._tree.claim(conversation, chain[:end])
-            self._tree.settle(conversation.prefix, self._known)
+            self._tree.claim(conversation, chain[end - 1])
         self._steering.end_request(conversation, chain)
         self._steering.poll(is_idle=not self._open)
         if self._file is not None and self._file.is_due:
@@ -147,6 +144,3 @@ class KVStorePolicy(CachePolicy):
 
     def _is_free(self, key: OffloadKey) -> bool:
         return key in self._evictable or key not in self._chunks
-
-    def _known(self, key: OffloadKey) -> OffloadKey | None:
-        return key if key in self._chunks else None

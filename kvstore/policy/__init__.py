@@ -15,8 +15,9 @@ Decisions:
 
 Conversations are recognised without being told: a chain that extends the last block of an earlier prompt or answer goes
 on with that conversation, whether it comes from a session or from a client that sends its history. In each tier a
-conversation ends at the last of its blocks there. The next block to evict is the end of the least valuable
-conversation, then that block's parent; a leaf at which several conversations end counts as the most valuable of them.
+conversation ends at the last of its blocks there, and owns it (see `kvstore.blocks`). The next block to evict is the
+end of the least valuable conversation, then that block's parent. Where a prefix ends that is worth more than the owner,
+the prefix owns the block from then on.
 
 The order of conversations is the same on each tier: those whose time to live is over; the ordinary ones, by policy;
 those that wait for sub-agents and pinned ones (a priority with an end, so pins cannot wedge a pool); those that a

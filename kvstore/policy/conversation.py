@@ -37,8 +37,7 @@ class Conversation:
     gap_s: between the end of the request before the last and the last. answer: the last one, where known. num_open: its
     requests that wait or run. num_running: those that run, where somebody looks at the queue. wanted: the queue key of
     its first waiting request within the look-ahead window. pinned_until_s: kept longer than others until then.
-    expires_s: evicted first from then on. branch: below 0 for a copy that stands for blocks it has left (see
-    `kvstore.blocks.forest`); unique in a tier. prefix: its first prompt, or what that shares with others, if the policy
+    expires_s: evicted first from then on. prefix: its first prompt, or what that shares with others, if the policy
     needs it. family: the agents to which its client gives the same name, if it gives one.
     """
 
@@ -56,7 +55,6 @@ class Conversation:
     wanted: QueueKey | None = None
     pinned_until_s: float = 0.0
     expires_s: float = math.inf
-    branch: int = 0
     prefix: Prefix | None = None
     family: Family | None = None
 

@@ -116,6 +116,10 @@ class EvictionOrder:
                 self._consider(value_now, one)
         return self._first
 
+    def value(self, conversation: Conversation) -> tuple[float, ...]:
+        """Its class, its worth within that, and what tells equals apart; the lowest is evicted first."""
+        return self._value(conversation, self._clock())
+
     def _consider(self, value: tuple[float, ...], one: Conversation) -> None:
         """Put it among the candidates, unless it is worth more than all of them: then others may be worth less."""
         if self._candidates and value < self._candidates[-1][0]:
@@ -129,7 +133,6 @@ class EvictionOrder:
         del self._candidates[max(1, SAMPLE // 16) :]
 
     def _value(self, conversation: Conversation, now_s: float) -> tuple[float, ...]:
-        """Its class, its worth within that, and what tells equals apart; the lowest is evicted first."""
         wanted, pinned_until_s = conversation.wanted, conversation.pinned_until_s  # another thread may change them
         if wanted is not None:
             value: tuple[float, ...] = (3, -wanted[0], -wanted[1])
@@ -141,7 +144,7 @@ class EvictionOrder:
             if conversation.family is not None:
                 pinned_until_s = max(pinned_until_s, conversation.family.keeps_until_s(conversation, now_s))
             value = (2, pinned_until_s) if pinned_until_s > now_s else (1, *self._worth(conversation, now_s))
-        return (*value, conversation.number, conversation.branch)
+        return (*value, conversation.number, conversation.use)  # a remnant has an earlier use
 
     def _by_rank(self, conversation: Conversation, now_s: float) -> tuple[float, ...]:
         used_s = conversation.used_s

@@ -50,7 +50,7 @@ def may_go(tree: EvictionTree) -> list[Hashable]:
         for key in tree.links.keys
         if key not in tree.links.children_of
         and tree._is_free(key)
-        and (key in tree._unclaimed or any(one in tree.ends.order for one in tree.ends.conversations(key)))
+        and (key in tree._unowned or tree.owner_of.get(key) in tree._order)
     ]
 
 
@@ -66,15 +66,14 @@ def check_victim(tree: EvictionTree, victim: Hashable, now_s: float) -> None:
 
 def value_of(tree: EvictionTree, key: Hashable, now_s: float) -> tuple[int, ...]:
     """0 nobody's, 1 expired, 2 ordinary, 3 pinned, 4 waiting or running; of those that wait, the later the less."""
-    values: list[tuple[int, ...]] = [(0,)]
-    for one in tree.ends.conversations(key):
-        if one.wanted is not None or one.num_running:
-            values.append((4, *(-part for part in one.wanted or (0, 0))))
-        elif one.expires_s <= now_s:
-            values.append((1,))
-        else:
-            values.append((3,) if one.pinned_until_s > now_s else (2,))
-    return max(values)
+    owner = tree.owner_of.get(key)
+    if owner is None:
+        return (0,)
+    if owner.wanted is not None or owner.num_running:
+        return (4, *(-part for part in owner.wanted or (0, 0)))
+    if owner.expires_s <= now_s and owner.prefix_at(tree._id_of(key)) is None:
+        return (1,)  # a prefix does not expire
+    return (3,) if owner.pinned_until_s > now_s else (2,)
 
 
 # -- always ------------------------------------------------------------------------------------------------------------

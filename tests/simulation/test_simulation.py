@@ -254,11 +254,11 @@ PLANTS: list[tuple[Plant, str, str]] = [
 def test_a_planted_bug_is_found(plant, name, words, monkeypatch):
     for (owner, method), bug in plant().items():
         monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
-    for seed in range(1, 9):
+    for seed in range(1, 17):
         try:
             Simulation(BY_NAME[name], seed).run()
         except AssertionError as error:
             assert re.search(words, str(error).splitlines()[0]), error
             assert f"replay: python -m tests.simulation.run {name} {seed}" in str(error)
             return
-    raise AssertionError("eight seeds have not found it")
+    raise AssertionError("sixteen seeds have not found it")

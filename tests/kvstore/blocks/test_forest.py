@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.blocks.forest import MAX_ENDS, EvictionTree, Links
+from kvstore.blocks.forest import EvictionTree, Links
 from tests.support.orders import ByValue, talk
 
 
@@ -51,7 +51,7 @@ def test_a_shared_block_goes_with_the_most_valuable_of_its_conversations(tree, o
     a, b = talk(1), talk(2)
     grow(tree, "s0 s1 a0", a)
     grow(tree, "b0", b, parent="s1")
-    tree.claim(b, ["s0", "s1", "b0"])
+    tree.claim(b, "b0")
     grow(tree, "c0", talk(3))
     order.values = {1: 9.0}  # a is worth most
     assert drained(tree) == ["b0", "c0", "a0", "s1", "s0"]
@@ -61,9 +61,30 @@ def test_an_answer_that_was_left_for_another_branch_keeps_its_place(tree):
     a = talk(2)
     grow(tree, "a0 a1 a2", a)
     grow(tree, "x2", a, parent="a1")  # the last message was edited
+    a.use = 1
     grow(tree, "b0", talk(1))
-    found = drained(tree)
-    assert found[0] == "b0" and found[-2:] == ["a1", "a0"] and set(found[1:3]) == {"a2", "x2"}
+    assert drained(tree) == ["b0", "a2", "x2", "a1", "a0"]
+
+
+def test_a_remnant_keeps_neither_pin_nor_want(tree):
+    a = talk(1)
+    a.pinned_until_s, a.num_open, a.num_running, a.wanted = 100.0, 2, 1, (0, 0)
+    grow(tree, "p l", a)
+    grow(tree, "r", a, parent="p")
+    remnant = tree.owner_of["l"]
+    assert remnant is not a and remnant.number == 1
+    assert (remnant.pinned_until_s, remnant.num_open, remnant.num_running, remnant.wanted) == (0.0, 0, 0, None)
+
+
+def test_choices_that_grow_in_turn_have_an_owner_each(tree):
+    a, left, right = talk(1), "p", "p"
+    grow(tree, "p", a)
+    for i in range(50):
+        grow(tree, f"l{i}", a, parent=left)
+        grow(tree, f"r{i}", a, parent=right)
+        left, right = f"l{i}", f"r{i}"
+    tree.check_integrity()
+    assert tree.owner_of.keys() == {"l49", "r49"}
 
 
 def test_pinned_blocks_are_passed_over_and_come_back(tree):
@@ -104,14 +125,8 @@ def test_random_changes(seed):
     tree = EvictionTree(order, lambda key: key not in held)
     talks, num = [talk(n) for n in range(6)], 0
 
-    def path(key):
-        found = [key]
-        while (parent := tree.links.parents.get(found[-1])) in tree:
-            found.append(parent)
-        return found[::-1]
-
     def worth(key):
-        return max((order.value(one) for one in tree.ends.conversations(key)), default=(-1.0, 0))
+        return order.value(tree.owner_of[key]) if key in tree.owner_of else (-1.0, 0)
 
     for _ in range(400):
         keys, action = sorted(tree.links.keys), rng.random()
@@ -120,7 +135,7 @@ def test_random_changes(seed):
             parent = rng.choice(keys) if keys and rng.random() < 0.85 else None
             tree.add(num, parent, rng.choice([*talks, None]))
         elif action < 0.6 and keys:
-            tree.claim(rng.choice(talks), path(rng.choice(keys)))
+            tree.claim(rng.choice(talks), rng.choice(keys))
         elif action < 0.7 and keys:
             key = rng.choice(keys)
             if key in held:
@@ -145,20 +160,18 @@ def test_random_changes(seed):
         tree.rest(key)
     left = len(tree.links.keys)
     assert len(drained(tree)) == left
-    assert not tree.links.keys and not tree.ends.block_of and not order.members
+    assert not tree.links.keys and not tree.owner_of and not order.members
 
 
-def test_very_many_conversations_behind_one_head_take_no_room(tree, order):
-    for number in range(1, 400):
-        person = talk(number, use=number)
-        if "s" not in tree:
-            tree.add("s", None, person)
-        tree.add(number, "s", person)
-        tree.remove(number)
-        order.values[number] = -number  # worth less and less, but of use later and later
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_head_goes_to_the_more_valuable_of_those_that_end_at_it_or_came_down_to_it(tree, first):
+    grow(tree, "s", talk(3 - first))
+    grow(tree, "a0", other := talk(first), parent="s")
+    tree.remove("a0")
     tree.check_integrity()
-    assert "s" not in tree.links.children_of and len(tree.ends.block_of) == MAX_ENDS
-    assert {one.number for one in tree.ends.conversations("s")} == set(range(400 - MAX_ENDS, 400))
+    assert tree.owner_of["s"].number == 2 and list(tree.end_of) == [tree.owner_of["s"]]
+    tree.claim(other, "s")
+    assert tree.end_of == {other: "s"}, "who used it last has it"
 
 
 def test_the_branch_that_goes_on_has_the_value_of_its_conversation(tree, order):
@@ -168,11 +181,51 @@ def test_the_branch_that_goes_on_has_the_value_of_its_conversation(tree, order):
     grow(tree, "r0 r1", a, parent="p")
     grow(tree, "b0", talk(8, use=2))
     order.value = lambda one: (one.use, 0)
+    tree.claim(a, "l1")
     a.use = 3
-    tree.claim(a, ["p", "l0", "l1"])
     grow(tree, "l2", a, parent="l1")
     tree.check_integrity()
     assert drained(tree) == ["r1", "r0", "b0", "l2", "l1", "l0", "p"]
+
+
+def test_what_is_held_when_its_conversation_leaves_is_next_when_it_is_let_go(tree, held):
+    a = talk(1)
+    grow(tree, "p l0", a)
+    held.add("l0")
+    tree.hold("l0")
+    grow(tree, "r0", a, parent="p")
+    a.use = 1
+    assert tree.next() == "r0"
+    held.clear()
+    tree.rest("l0")
+    assert drained(tree) == ["l0", "r0", "p"]
+
+
+def test_an_owner_that_came_down_to_a_held_block_waits_for_it(tree, held):
+    grow(tree, "a0 a1", talk(1))
+    held.add("a0")
+    tree.remove("a1")
+    tree.check_integrity()
+    assert tree.next() is None
+    held.clear()
+    tree.rest("a0")
+    assert tree.next() == "a0"
+
+
+def test_an_owner_of_nothing_here_is_taken_out_of_the_order(tree, order):
+    order.add(talk(1))
+    grow(tree, "a", mine := talk(2))
+    assert tree.next() == "a" and order.members == {mine}
+    tree.clear()
+    assert not order.members and not tree.owner_of and not tree.end_of and tree.next() is None
+
+
+def test_without_an_order_blocks_have_no_owners():
+    tree: EvictionTree[str] = EvictionTree(None)
+    grow(tree, "a0 a1", talk(1))
+    tree.claim(talk(2), "a0")
+    tree.check_integrity()
+    assert drained(tree) == ["a1", "a0"]
 
 
 def test_a_linked_head_goes_after_its_splice(tree):

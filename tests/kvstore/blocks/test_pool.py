@@ -43,7 +43,7 @@ FAULTS = {
     "a reference to a free block": lambda pool: pool._ref_counts.__setitem__(4, 1),
     "a negative count": lambda pool: pool._ref_counts.__setitem__(4, -1),
     "a free block that is not in the free list": lambda pool: pool._blank.pop(5),
-    "a cached block that is not to be next": lambda pool: pool.tree._unclaimed.pop(2),
+    "a cached block that is not to be next": lambda pool: pool.tree._unowned.pop(2),
     "a block that the order does not know": lambda pool: pool.tree.links.keys.discard(0),
     "a used block in the free list": lambda pool: pool._blank.__setitem__(1, None),
     "an id that leads to another block": lambda pool: pool._by_id.__setitem__(name(0), 1),
@@ -142,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self):
         pool = self.pool
         assert [pool.ref_count(b) for b in range(self.SIZE)] == [self.count(b) for b in range(self.SIZE)]
-        assert [*pool._blank, *pool.tree._unclaimed] == self.free
+        assert [*pool._blank, *pool.tree._unowned] == self.free
         assert (pool.num_free, pool.num_cached) == (len(self.free), len(self.content))
         assert [pool.block_id(b) for b in range(self.SIZE)] == [self.content.get(b) for b in range(self.SIZE)]
         uncached = [block not in self.content for block in self.free]

@@ -24,8 +24,7 @@ class Tier:
         for parent, key in zip((None, *keys), keys, strict=False):
             if key not in self.tree:
                 self.tree.add(key, parent, conversation)
-        self.tree.claim(conversation, keys)
-        self.tree.settle(conversation.prefix, lambda key: key if key in self.tree else None)
+        self.tree.claim(conversation, keys[-1])
         return conversation
 
     def run(self, conversation: Conversation) -> Conversation:

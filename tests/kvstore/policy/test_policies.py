@@ -50,16 +50,13 @@ def test_one_that_is_added_later_grows_older_too(clock):
     assert order.first() is young
 
 
-def test_copies_of_a_conversation_are_told_apart(clock):
-    for policy in POLICIES:
-        order = order_of(policy, clock)
-        one, copy = conversation(1), conversation(1)
-        copy.branch = 1
-        order.add(one)
-        order.add(copy)
-        assert {order.first(), len(order)} == {one, 2}
-        order.discard(one)
-        assert order.first() is copy
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_remnant_goes_before_its_conversation(policy, clock):
+    order = order_of(policy, clock)
+    one, remnant = conversation(1, use=2), conversation(1, use=1)
+    order.add(one)
+    order.add(remnant)
+    assert order.first() is remnant
 
 
 def test_expired_then_ordinary_then_pinned_then_wanted(clock):

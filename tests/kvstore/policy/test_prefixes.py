@@ -9,7 +9,7 @@ from kvstore.blocks.forest import EvictionTree
 from kvstore.policy.conversation import Conversation, Prefix
 from kvstore.policy.policies import EvictionOrder, Steering
 from kvstore.policy.prefixes import MAX_PREFIXES, MAX_SAMPLED, Prefixes
-from kvstore.policy.return_model import ReturnLearner, ReturnModel
+from kvstore.policy.return_model import NUM_BUCKETS, NUM_CATEGORIES, RankTable, ReturnLearner, ReturnModel
 
 
 class Registry:
@@ -94,31 +94,32 @@ def test_of_a_large_store_a_sample_of_blocks_is_enough():
     assert uses == 9 and 400 < num_blocks <= 600 and end == documents[0][num_blocks - 1]
 
 
-def test_a_prefix_ends_at_its_last_block_of_a_tier_and_keeps_it():
-    known, now = Registry(), [0.0]
-    order = EvictionOrder("return", known.model, lambda: now[0])
-    tree: EvictionTree[str] = EvictionTree(order)
-    first, second = known.comes("abc"), None
-    for parent, key in zip((None, *"ab"), "abc", strict=True):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_prefix_keeps_its_last_block_of_a_tier_when_it_is_worth_more_than_the_owner(is_known):
+    """Also if the last owner was found in a store, so that only another one's prefix tells of it."""
+    known = Registry()
+    tree: EvictionTree[int] = EvictionTree(EvictionOrder("return", known.model, lambda: 0.0), id_of="abcx".__getitem__)
+    first = known.comes("abc")
+    for parent, key in ((None, 0), (0, 1), (1, 2)):
         tree.add(key, parent, first)
-    tree.settle(first.prefix, {"a": "a", "b": "b", "c": "c"}.get)
-    assert set(tree.ends.conversations("c")) == {first, first.prefix.entry}
     second = known.comes("abx")
-    tree.claim(second, ["a", "b"])
-    tree.settle(second.prefix, {"a": "a", "b": "b", "c": "c"}.get)
+    tree.claim(second, 1)
+    tree.add(3, 1, second)
     shared = second.prefix.parent.entry
-    assert set(tree.ends.conversations("b")) == {second, shared} and set(tree.ends.conversations("c")) == {first}
-    tree.check_integrity()
-    model_of = {first.category: 1.0, second.category: 2.0, shared.category: 9.0}
-    known.model.table = type(known.model.table)(
-        9, [[model_of.get(c, 0.5)] * 51 for c in range(len(known.model.ranks()))]
-    )
+    if not is_known:
+        second.prefix = None
+        tree.claim(first, 1)
+        tree.claim(first, 2)
+        second.prefix = None
+    worth = {first.category: 1.0, second.category: 2.0, shared.category: 9.0}
+    ranks = [[worth.get(category, 0.5)] * NUM_BUCKETS for category in range(NUM_CATEGORIES)]
+    known.model.table = RankTable(9, ranks)
     gone = []
     while (key := tree.next()) is not None:
-        gone.append((key, set(tree.ends.conversations(key))))
+        gone.append((key, tree.owner_of[key]))
         tree.remove(key)
-    assert [key for key, _ in gone] == ["c", "b", "a"]
-    assert gone[-1][1] == {shared}, "what is shared counts as much as the most valuable of those that end there"
+        tree.check_integrity()
+    assert gone == [(2, first), (3, second), (1, shared), (0, shared)]
 
 
 @pytest.mark.parametrize("policy", ["fifo", "lru"])
