@@ -7,7 +7,7 @@ before these have arrived. Knows not who else holds a block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -175,20 +175,19 @@ class Ends(Generic[K]):
 
 
 class Links(Generic[K]):
-    """keys: the cached blocks. parents: of a cached block, the one that it builds on, cached or not.
+    """parents: the cached blocks, each with the one that it builds on, cached or not; None: it is the first.
 
-    A parent may be named before it is added, and removed before its children: links are kept by key. Others read the
-    three tables, and change them by the methods.
+    A parent may be named before it is added, and removed before its children: links are kept by key. Others read both
+    tables, and change them by the methods.
     """
 
     def __init__(self) -> None:
-        self.keys: set[K] = set()
-        self.parents: dict[K, K] = {}
+        self.parents: dict[K, K | None] = {}
         # One child, or the set of them: most have one, and a set takes 200 bytes.
         self.children_of: dict[K, K | set[K]] = {}
 
     def __contains__(self, key: K) -> bool:
-        return key in self.keys
+        return key in self.parents
 
     def children(self, key: K) -> Collection[K]:
         children = self.children_of.get(key)
@@ -205,21 +204,21 @@ class Links(Generic[K]):
 
     def leaves(self) -> list[K]:
         """All blocks on which no cached block builds."""
-        return [key for key in self.keys if key not in self.children_of]
+        return [key for key in self.parents if key not in self.children_of]
 
-    def link(self, key: K, parent: K) -> None:
-        """Link a block to its parent. It has none yet."""
+    def add(self, key: K, parent: K | None) -> None:
+        """Add a block that is not here."""
         self.parents[key] = parent
-        children = self.children_of.get(parent)
-        if children is None:
-            self.children_of[parent] = key
-        elif isinstance(children, set):
+        if parent is None:
+            return
+        children = self.children_of.setdefault(parent, key)
+        if isinstance(children, set):
             children.add(key)
-        else:
+        elif children is not key:
             self.children_of[parent] = {children, key}
 
-    def unlink(self, key: K) -> K | None:
-        """Unlink a block from its parent, and return that."""
+    def remove(self, key: K) -> K | None:
+        """Remove a block, and return its parent. Ignores unknown ones."""
         parent = self.parents.pop(key, None)
         if parent is not None:
             children = self.children_of[parent]
@@ -230,15 +229,15 @@ class Links(Generic[K]):
         return parent
 
     def clear(self) -> None:
-        for each in (self.keys, self.parents, self.children_of):
-            each.clear()
+        self.parents.clear()
+        self.children_of.clear()
 
     def check_integrity(self) -> None:
         """Assert that parents and children agree."""
-        for key, parent in self.parents.items():
-            assert key in self.keys, "a link from a block that is not cached"
+        linked = {key: parent for key, parent in self.parents.items() if parent is not None}
+        for key, parent in linked.items():
             assert key in self.children(parent), f"{key!r}: its parent does not know it"
-        assert sum(len(self.children(key)) for key in self.children_of) == len(self.parents), "a lost child"
+        assert sum(len(self.children(key)) for key in self.children_of) == len(linked), "a lost child"
 
 
 class EvictionTree(Generic[K]):
@@ -257,21 +256,23 @@ class EvictionTree(Generic[K]):
         self._unclaimed: OrderedDict[K, None] = OrderedDict()  # leaves without a conversation that can be evicted
 
     def __contains__(self, key: K) -> bool:
-        return key in self.links.keys
+        return key in self.links
 
     # -- changing ----------------------------------------------------------------------------------------------------
+    def fill(self, parents: Mapping[K, K], last_use: Callable[[K], float]) -> None:
+        """Begin with these blocks, each with its parent. Nobody uses them, and none has a conversation."""
+        for key, parent in parents.items():
+            self.links.add(key, parent)
+        self._unclaimed = OrderedDict.fromkeys(sorted(self.links.leaves(), key=last_use))
+
     def add(self, key: K, parent: K | None, conversation: Conversation | None) -> None:
         """Add a block that was not cached. parent: the block that it builds on, cached here or not."""
-        self.links.keys.add(key)
         if parent is not None:
-            self._link(key, parent)
+            self.hold(parent)
+        self.links.add(key, parent)
         if conversation is not None and (left := self.ends.extend(conversation, key, parent)) is not None:
             self.rest(left)
         self.rest(key)
-
-    def _link(self, key: K, parent: K) -> None:
-        self.hold(parent)
-        self.links.link(key, parent)
 
     def claim(self, conversation: Conversation, path: Sequence[K]) -> None:
         """Give these blocks, head first, to the conversation: from now on it ends at the last one.
@@ -301,19 +302,19 @@ class EvictionTree(Generic[K]):
     def link(self, key: K, parent: K) -> None:
         """Link a block to its predecessor although it names no cached block as its parent: a splice."""
         links = self.links
-        if key in links.keys and parent in links.keys and links.parents.get(key) not in links.keys:
-            links.unlink(key)
-            self._link(key, parent)
+        if key in links and parent in links and links.parents[key] not in links.parents:
+            links.remove(key)
+            self.hold(parent)
+            links.add(key, parent)
 
     def remove(self, key: K) -> None:
         """Remove a block. If its parent becomes a leaf without a conversation, that is evicted before other such
         leaves.
         """
         links = self.links
-        links.keys.discard(key)
         self._unclaimed.pop(key, None)
-        parent = links.unlink(key)
-        if parent is None or parent not in links.keys:
+        parent = links.remove(key)
+        if parent is None or parent not in links:
             self.ends.move_all(key, None)
             return
         is_leaf = parent not in links.children_of
@@ -334,7 +335,7 @@ class EvictionTree(Generic[K]):
     def rest(self, key: K, first: bool = False) -> None:
         """Let a block be evicted, unless it is in use or built on. first: before others without a conversation."""
         links = self.links
-        if key not in links.keys or key in links.children_of or not self._is_free(key):
+        if key not in links.parents or key in links.children_of or not self._is_free(key):
             return
         if key in self.ends.at:
             self._unclaimed.pop(key, None)
@@ -383,8 +384,8 @@ class EvictionTree(Generic[K]):
         links, ends = self.links, self.ends
         links.check_integrity()
         ends.check_integrity()
-        assert ends.at.keys() <= links.keys, "a conversation ends at a block that is not cached"
-        for key in links.keys:
+        assert ends.at.keys() <= links.parents.keys(), "a conversation ends at a block that is not cached"
+        for key in links.parents:
             free = key not in links.children_of and self._is_free(key)
             assert (key in self._unclaimed) == (free and key not in ends.at), f"{key!r} is {'not ' * free}to be next"
             for conversation in ends.conversations(key):
