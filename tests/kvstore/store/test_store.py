@@ -213,7 +213,7 @@ def test_a_file_that_turns_out_to_be_damaged_while_its_index_is_read_is_put_asid
     with disk_that(scan=broken):
         engine = open_engine(model, stored[0])
     with engine:
-        assert cached(ask(engine, tokens(11, 100)))[2] == 0
+        assert cached(ask(engine, tokens(11, 100)))[2] == 0 and counters(engine)["read_failures"] == {}
         settle(engine)
         assert engine.stats()["disk"]["blocks"] == BLOCKS and len(list(stored[0].glob("quarantine-*"))) == 1
 
