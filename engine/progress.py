@@ -1,5 +1,5 @@
-"""What an engine says while it starts: each stage as it begins, to the log and to a bar. And how a process that writes
-no log says something: in one line.
+"""What an engine says while it starts: each stage as it begins, and how far a long one is, to the log and to a bar. And
+how a process that writes no log says something: in one line.
 
 Loads no torch.
 """
@@ -45,7 +45,11 @@ def shown(progress: bool) -> Iterator[None]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=len(STAGES))
-        with told_to(lambda stage: bar.update(task, description=stage, completed=STAGES.index(stage))):
+
+        def show(stage: str) -> None:
+            bar.update(task, description=stage, completed=STAGES.index(stage) if stage in STAGES else None)
+
+        with told_to(show):
             yield
         bar.update(task, description="ready", completed=len(STAGES))
 

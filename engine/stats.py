@@ -42,9 +42,9 @@ class CpuStats(TypedDict):
 
 
 class DiskStats(TypedDict):
-    """blocks: None until the index is loaded. degraded: why nothing can be written; None if it can."""
+    """degraded: why nothing can be written; None if it can."""
 
-    blocks: int | None
+    blocks: int
     bytes: int
     file_bytes: int
     capacity_bytes: int
@@ -64,7 +64,6 @@ class DiskStats(TypedDict):
     queued_write_bytes: int
     reads_in_flight: int
     degraded: str | None
-    index_loaded: bool
 
 
 class SessionStats(TypedDict):

@@ -21,8 +21,8 @@ from kvstore.blocks.records import Finished
 from kvstore.config import format_size, one_of, parse_size
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
-from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.policy.planner import Planner
@@ -60,11 +60,11 @@ class BlockStore:
     ) -> None:  # fmt: skip
         capacity_bytes = _checked(namespace, capacity, policy)
         with ExitStack() as opened:
-            directory = StoreDirectory.open(path, name=owner)
-            opened.callback(directory.close)
-            self._names = Namespace(directory.secret, namespace, label(owner))
+            disk = OpeningDisk(StoreDirectory.open(path, name=owner), capacity_bytes)
+            opened.callback(disk.close)
+            self._names = Namespace(disk.directory.secret, namespace, label(owner))
             self._capacity_bytes = capacity_bytes
-            self._running = _Upkept(_open_parts(directory, capacity_bytes, policy, self._names), owner, opened)
+            self._running = _Upkept(_open_parts(disk, capacity_bytes, policy, self._names), owner, opened)
         self._parts = self._running.parts
         self._store, self._lock = self._parts.store, self._parts.lock
         self._finalizer = weakref.finalize(self, self._running.close)  # also at the interpreter's exit
@@ -72,10 +72,7 @@ class BlockStore:
 
     # -- blocks ------------------------------------------------------------------------------------------------------
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key is stored: durable, and not about to be deleted.
-
-        Until the index is loaded after the start, this asks LMDB, which may have to load a page.
-        """
+        """Whether each key is stored: durable, and not about to be deleted."""
         with self._lock:
             return [self._store.contains(block_id) for block_id in self._names.ids(keys)]
 
@@ -103,8 +100,7 @@ class BlockStore:
         """
         view = _bytes_of(into, writable=True)
         with self._lock:
-            index = self._store.disk.contents.index
-            entry = None if index is None else index.get(self._names.block_id(key))
+            entry = self._store.disk.contents.index.get(self._names.block_id(key))
             wanted = self._names.wanted(key, None if entry is None else entry.parent_id)
             return self._store.reads.read(wanted, view)
 
@@ -166,8 +162,7 @@ class BlockStore:
     def forget(self, keys: Sequence[bytes]) -> int:
         """Delete this chain, given head first, and what builds on its last block; returns the number of blocks.
 
-        Blocks that other chains build on, such as a system prompt, stay. `flush` returns when they are gone. While the
-        index is loading, this is remembered, and returns 0.
+        Blocks that other chains build on, such as a system prompt, stay. `flush` returns when they are gone.
         """
         with self._lock:
             return self._store.forget(self._names.ids(keys)) if keys else 0
@@ -247,18 +242,18 @@ def _bytes_of(memory: memoryview, writable: bool = False) -> memoryview:
 
 
 # -- while it is open ------------------------------------------------------------------------------------------------
-def _open_parts(directory: StoreDirectory, capacity_bytes: int, policy: str, names: Namespace) -> DiskParts[HostBlocks]:
+def _open_parts(opening: OpeningDisk, capacity_bytes: int, policy: str, names: Namespace) -> DiskParts[HostBlocks]:
     clock, stats, progress = time.time, StoreStats(), StoreProgress()
     model = names.fingerprint.hex()
-    learned = Learned(directory.path, model, stats)
+    learned = Learned(opening.directory.path, model, stats)
     steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
     stats.policy_file_errors += steering.state_was_bad
     planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
     learned.restore(planner)
-    disk = DiskTier(directory, capacity_bytes)
-    io = IoQueue(disk, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
+    disk = opening.join()
+    io = IoQueue(disk.tier, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
     store = HostBlocks(disk, io, steering, planner, stats, clock, {names.root})
-    return DiskParts(directory, threading.RLock(), progress, store, disk, io, learned)
+    return DiskParts(opening.directory, threading.RLock(), progress, store, disk.tier, io, learned)
 
 
 class _Closed:

@@ -27,6 +27,7 @@ from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, St
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.disk.opening import OpeningDisk
     from kvstore.memory.ranked import OtherRanks
 
 
@@ -266,7 +267,7 @@ def open_connector(
     least_arena_blocks: int = 1,
     num_hbm_blocks: int = 0,
     policy: str = "auto",
-    directory: StoreDirectory | None = None,
+    disk: OpeningDisk | None = None,
     reports: bool = False,
     secret: bytes | None = None,
     others: OtherRanks | None = None,
@@ -276,12 +277,12 @@ def open_connector(
 
     fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
     weights may be cached. least_arena_blocks: those that the staging area needs when the CPU tier is off but the disk
-    is on. num_hbm_blocks: of the engine's pool. policy: of eviction. directory: from `hold_store`, which is called
-    here otherwise; the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a
-    fleet, whose servers have the same block ids; None: the store's own. others: ranks that have the other heads, where
-    the layout says that this one has some. owner: the socket of the process that owns the disk of this and other
-    engines (`kvstore.owned_disk`); then these tiers have none.
-    Raises ConfigError, StoreError or StoreLockedError.
+    is on. num_hbm_blocks: of the engine's pool. policy: of eviction. disk: None without a disk tier; this waits for it,
+    and the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a fleet, whose
+    servers have the same block ids; None: the store's own. others: ranks that have the other heads, where the layout
+    says that this one has some. owner: the socket of the process that owns the disk of this and other engines
+    (`kvstore.owned_disk`); then these tiers have none.
+    Raises ConfigError or StoreError.
     """
     if not tiers.cpu and not tiers.disk:
         null = NullConnector(num_hbm_blocks, policy, reports=reports)
@@ -290,7 +291,6 @@ def open_connector(
         return null
     from kvstore.store.assembly import open_tiered  # loads torch, lmdb and all that
 
-    owned = hold_store(tiers) if directory is None else directory
     return open_tiered(
         tiers,
         layout,
@@ -301,7 +301,7 @@ def open_connector(
         least_arena_blocks,
         num_hbm_blocks,
         policy,
-        owned,
+        disk,
         reports,
         secret,
         others,

@@ -19,8 +19,8 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted, ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.codec import Codec, Header, decode_header, encode_head, is_intact
-from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.policy.planner import Planner
@@ -42,29 +42,45 @@ DELETE_S = 2.0
 RATES_NAME = "shared disk"  # under which the rates of its reads are remembered
 
 
-class OwnedDisk:
-    """Opens the blocks of `directory` and answers at `path`, until `close`. Any thread may call it.
+def owner_folder() -> PrivateFolder:
+    """Where the engines find the owner. Raises StoreError."""
+    try:
+        return PrivateFolder()
+    except OSError as error:
+        raise _no_socket(error) from error
 
-    directory: owned by this process; it stays open. tiers: the sizes, of which `disk` must not be 0. policy: of
-    eviction. Raises StoreError.
+
+def owner_path(folder: PrivateFolder) -> str:
+    """The owner's socket, once it answers."""
+    return str(folder.path / SOCKET_NAME)
+
+
+def _no_socket(error: OSError) -> StoreError:
+    return StoreError(f"the engines' socket cannot be made: {error}; give another TMPDIR")
+
+
+class OwnedDisk:
+    """Waits for the disk, then answers in `folder` until `close`. Any thread may call it.
+
+    disk, folder: closed and removed with this, also if it raises. tiers: the sizes, of which `disk` must not be 0.
+    policy: of eviction. Raises StoreError.
     """
 
-    def __init__(self, directory: StoreDirectory, tiers: CacheTiers, policy: str) -> None:
+    def __init__(self, disk: OpeningDisk, folder: PrivateFolder, tiers: CacheTiers, policy: str) -> None:
         self._capacity_bytes = int(tiers.disk)
         with ExitStack() as opened:
-            self._parts = _open_parts(directory.share(), tiers, policy)
+            opened.callback(folder.remove)
+            self._parts = _open_parts(disk, tiers, policy)
             opened.callback(self._parts.close)
             self._store, self._lock = self._parts.store, self._parts.lock
             self._upkeep = TieredUpkeep(self._parts)
             self._awaited: set[int] = set()  # tickets
             self._ended: dict[int, bool] = {}  # of these: whether they are durable
+            self.path = owner_path(folder)
             try:
-                folder = PrivateFolder()
-                opened.callback(folder.remove)
-                self.path = str(folder.path / SOCKET_NAME)
                 self._server = OwnerServer(Path(self.path), self)
             except OSError as error:
-                raise StoreError(f"the engines' socket cannot be made: {error}; give another TMPDIR") from error
+                raise _no_socket(error) from error
             opened.pop_all()
         self._folder = folder
         self._housekeeper = Housekeeper(self._parts)
@@ -193,22 +209,22 @@ class OwnedDisk:
         return self._parts.disk
 
 
-def _open_parts(directory: StoreDirectory, tiers: CacheTiers, policy: str) -> DiskParts[HostBlocks]:
-    """directory: is closed with the parts, also if this raises."""
+def _open_parts(opening: OpeningDisk, tiers: CacheTiers, policy: str) -> DiskParts[HostBlocks]:
+    """opening: is closed with the parts, also if this raises."""
     capacity_bytes = int(tiers.disk)
     clock, stats, progress = time.time, StoreStats(), StoreProgress()
     with ExitStack() as opened:
-        opened.callback(directory.close)
-        learned = Learned(directory.path, RATES_NAME, stats)
+        opened.callback(opening.close)
+        learned = Learned(opening.directory.path, RATES_NAME, stats)
         steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
         stats.policy_file_errors += steering.state_was_bad
         planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
         learned.restore(planner)
-        disk = DiskTier(directory, capacity_bytes, tiers.codec)
-        io = IoQueue(disk, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
+        disk = opening.join()
+        io = IoQueue(disk.tier, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
         tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
         store = HostBlocks(disk, io, steering, planner, stats, clock, None, tenant_bytes)
-        parts = DiskParts(directory, threading.RLock(), progress, store, disk, io, learned)
+        parts = DiskParts(opening.directory, threading.RLock(), progress, store, disk.tier, io, learned)
         opened.pop_all()
     return parts
 

@@ -80,7 +80,7 @@ ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "policy.conversation", "memory.layout", "memory.rank", "memory.ranked", "disk.directory", "sessions.store",
     "sessions.record", "sessions.check", "sessions.repair", "sessions.answers", "sessions.sharing",
     "sessions.shared.opening", "remote.names", "admin.commands", "admin.private_folder",
-    "disk.check", "disk.env", "disk.weights", "admin.control", "remote.kv_events", "owned_disk",
+    "disk.check", "disk.env", "disk.opening", "disk.weights", "admin.control", "remote.kv_events", "owned_disk",
 }  # fmt: skip
 TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.model", "bench", "tests")
 ASSEMBLERS = {

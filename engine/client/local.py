@@ -23,6 +23,7 @@ from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.weights import weights_digest
 from kvstore.engine.client import messages
 from kvstore.engine.client.messages import Call, Facts, State, Submit
@@ -179,9 +180,12 @@ class LocalCore:
     def _build(
         self, config: EngineConfig, directory: StoreDirectory | None, opened: ExitStack, heart: Heart, silence_s: float
     ) -> None:
+        disk = None
         with ExitStack() as held:  # until the tiers own it; they keep it while a write is stuck
-            if directory is not None:
-                held.callback(directory.close)
+            if directory is not None:  # it is checked and read while the model is loaded
+                tiers, reports = config.tiers, config.kv_events is not None
+                disk = OpeningDisk(directory, int(tiers.disk), tiers.codec, tell=begin, with_records=reports)
+                held.callback(disk.close)
             if config.num_ranks > 1:
                 self._ranks = opened.enter_context(open_ranks(config, silence_s))
                 heart.stuck = partial(end_hung, self._ranks.others)
@@ -196,7 +200,7 @@ class LocalCore:
         if self._events is not None:
             opened.callback(self._events.close)
         with torch.cuda.device_of(next(loaded.model.parameters())):  # the arena is pinned in the context of this device
-            self.connector = open_store(config, loaded, model, num_blocks, directory, self._ranks)
+            self.connector = open_store(config, loaded, model, num_blocks, disk, self._ranks)
         opened.callback(self.connector.close)
         if self._ranks is not None:
             self._ranks.open_arena()
@@ -356,12 +360,12 @@ class LocalCore:
 
 # -- the tiers below HBM -----------------------------------------------------------------------------------------------
 def open_store(
-    config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, directory: StoreDirectory | None,
+    config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, disk: OpeningDisk | None,
     others: OtherRanks | None = None,
 ) -> KVConnector:  # fmt: skip
-    """The connector for `config.tiers`. num_blocks: of the engine's pool. directory: see `open_connector`.
+    """The connector for `config.tiers`. num_blocks: of the engine's pool. disk: see `open_connector`.
 
-    Raises ConfigError, ModelError, StoreError or StoreLockedError.
+    Raises ConfigError, ModelError or StoreError.
     """
     tiers, owner = config.tiers, config.disk_owner
 
@@ -377,7 +381,7 @@ def open_store(
     least_arena_blocks = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
     name, device, load = loaded.name, loaded.device, config.load
     return open_connector(
-        tiers, layout, name, named, device, load, least_arena_blocks, num_blocks, config.eviction, directory,
+        tiers, layout, name, named, device, load, least_arena_blocks, num_blocks, config.eviction, disk,
         reports=config.kv_events is not None, secret=config.common_root(), others=others, owner=owner,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import LossWatch
+from kvstore.disk.opening import OpeningDisk
 from kvstore.engine.client.messages import Core
 from kvstore.engine.client.remote import RemoteCore
 from kvstore.engine.client.several import SeveralCores
@@ -21,8 +22,9 @@ from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.model.files import find_model
 from kvstore.engine.process.channel import Start
 from kvstore.engine.process.child import SLOW_FACTOR, Child, Heart
+from kvstore.engine.progress import begin
 from kvstore.errors import ConfigError
-from kvstore.owned_disk import OwnedDisk
+from kvstore.owned_disk import OwnedDisk, owner_folder, owner_path
 
 THREADS = "OMP_NUM_THREADS"
 AHEAD_SHARE = 8  # an engine that has this part of a batch more to do than another gives its conversations to that
@@ -97,25 +99,33 @@ def open_own(
     if directory is not None:
         opened.callback(LossWatch(directory.path).close)
         store = (str(directory.path), *directory.descriptors)
-    if size > 1:
-        if directory is not None:
-            disk, store = OwnedDisk(directory, config.tiers, config.eviction), None
-            opened.callback(disk.close)
-        secret = config.fleet_root() or (os.urandom(32) if directory is None else directory.secret)
-        each = divided(config, secret, None if disk is None else disk.path)
     settings, cores = environment_of_each(size), list[RemoteCore]()
-    for one in each:
-        start = partial(Child, Start(silence_s, one.arguments(), store), settings)
-        cores.append(RemoteCore(start, max_restarts, shutdown_s))
-        opened.callback(cores[-1].close)
-    from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
+    with ExitStack() as held:  # the disk of several engines, until its owner has it: it is read while they load
+        reading = folder = None
+        if size > 1:
+            if directory is not None:
+                folder, store = owner_folder(), None
+                held.callback(folder.remove)
+                reading = OpeningDisk(directory.share(), int(config.tiers.disk), config.tiers.codec, tell=begin)
+                held.callback(reading.close)
+            secret = config.fleet_root() or (os.urandom(32) if directory is None else directory.secret)
+            each = divided(config, secret, None if folder is None else owner_path(folder))
+        for one in each:
+            start = partial(Child, Start(silence_s, one.arguments(), store), settings)
+            cores.append(RemoteCore(start, max_restarts, shutdown_s))
+            opened.callback(cores[-1].close)
+        from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
 
-    tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
-    for core in cores:
-        core.started.result()
-    if size == 1:
-        return cores[0], tokenizer
-    config.tiers.check_room(cores[0].facts.block_bytes)
+        tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
+        for core in cores:
+            core.started.result()
+        if size == 1:
+            return cores[0], tokenizer
+        config.tiers.check_room(cores[0].facts.block_bytes)
+        held.pop_all()
+    if reading is not None and folder is not None:
+        disk = OwnedDisk(reading, folder, config.tiers, config.eviction)
+        opened.callback(disk.close)
     several = SeveralCores(cores, disk, max(1, config.max_num_seqs // AHEAD_SHARE))
     opened.callback(several.close)
     return several, tokenizer

@@ -7,7 +7,7 @@ before these have arrived. Knows not who else holds a block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -36,20 +36,19 @@ class Order(Protocol):
 
 
 class Links(Generic[K]):
-    """keys: the cached blocks. parents: of a cached block, the one that it builds on, cached or not.
+    """parents: the cached blocks, each with the one that it builds on, cached or not; None: it is the first.
 
-    A parent may be named before it is added, and removed before its children: links are kept by key. Others read the
-    three tables, and change them by the methods.
+    A parent may be named before it is added, and removed before its children: links are kept by key. Others read both
+    tables, and change them by the methods.
     """
 
     def __init__(self) -> None:
-        self.keys: set[K] = set()
-        self.parents: dict[K, K] = {}
+        self.parents: dict[K, K | None] = {}
         # One child, or the set of them: most have one, and a set takes 200 bytes.
         self.children_of: dict[K, K | set[K]] = {}
 
     def __contains__(self, key: K) -> bool:
-        return key in self.keys
+        return key in self.parents
 
     def children(self, key: K) -> Collection[K]:
         children = self.children_of.get(key)
@@ -66,21 +65,21 @@ class Links(Generic[K]):
 
     def leaves(self) -> list[K]:
         """All blocks on which no cached block builds."""
-        return [key for key in self.keys if key not in self.children_of]
+        return [key for key in self.parents if key not in self.children_of]
 
-    def link(self, key: K, parent: K) -> None:
-        """Link a block to its parent. It has none yet."""
+    def add(self, key: K, parent: K | None) -> None:
+        """Add a block that is not here."""
         self.parents[key] = parent
-        children = self.children_of.get(parent)
-        if children is None:
-            self.children_of[parent] = key
-        elif isinstance(children, set):
+        if parent is None:
+            return
+        children = self.children_of.setdefault(parent, key)
+        if isinstance(children, set):
             children.add(key)
-        else:
+        elif children is not key:
             self.children_of[parent] = {children, key}
 
-    def unlink(self, key: K) -> K | None:
-        """Unlink a block from its parent, and return that."""
+    def remove(self, key: K) -> K | None:
+        """Remove a block, and return its parent. Ignores unknown ones."""
         parent = self.parents.pop(key, None)
         if parent is not None:
             children = self.children_of[parent]
@@ -91,15 +90,15 @@ class Links(Generic[K]):
         return parent
 
     def clear(self) -> None:
-        for each in (self.keys, self.parents, self.children_of):
-            each.clear()
+        self.parents.clear()
+        self.children_of.clear()
 
     def check_integrity(self) -> None:
         """Assert that parents and children agree."""
-        for key, parent in self.parents.items():
-            assert key in self.keys, "a link from a block that is not cached"
+        linked = {key: parent for key, parent in self.parents.items() if parent is not None}
+        for key, parent in linked.items():
             assert key in self.children(parent), f"{key!r}: its parent does not know it"
-        assert sum(len(self.children(key)) for key in self.children_of) == len(self.parents), "a lost child"
+        assert sum(len(self.children(key)) for key in self.children_of) == len(linked), "a lost child"
 
 
 class EvictionTree(Generic[K]):
@@ -123,32 +122,34 @@ class EvictionTree(Generic[K]):
         self.links: Links[K] = Links()
         self.owner_of: dict[K, Conversation] = {}
         self.end_of: dict[Conversation, K] = {}
-        self._order = order
+        self.order = order
         self._is_free = is_free
         self._id_of = id_of
         self._unowned: OrderedDict[K, None] = OrderedDict()  # leaves without an owner that can be evicted
 
     def __contains__(self, key: K) -> bool:
-        return key in self.links.keys
+        return key in self.links
 
     # -- changing ----------------------------------------------------------------------------------------------------
+    def fill(self, parents: Mapping[K, K], last_use: Callable[[K], float]) -> None:
+        """Begin with these blocks, each with its parent. Nobody uses them, and none has an owner."""
+        for key, parent in parents.items():
+            self.links.add(key, parent)
+        self._unowned = OrderedDict.fromkeys(sorted(self.links.leaves(), key=last_use))
+
     def add(self, key: K, parent: K | None, conversation: Conversation | None) -> None:
         """Add a block that was not cached: the conversation ends there now. parent: the block that it builds on, cached
         here or not.
         """
-        self.links.keys.add(key)
         if parent is not None:
-            self._link(key, parent)
+            self.hold(parent)
+        self.links.add(key, parent)
         if conversation is not None:
             before = None if parent is None else self.owner_of.get(parent)
             if before is not None and before.number == conversation.number:
                 conversation = before  # itself, or its remnant on this branch
             self._give(key, conversation)
         self.rest(key)
-
-    def _link(self, key: K, parent: K) -> None:
-        self.hold(parent)
-        self.links.link(key, parent)
 
     def claim(self, conversation: Conversation, key: K) -> None:
         """Let the conversation end at this cached block."""
@@ -157,7 +158,7 @@ class EvictionTree(Generic[K]):
             self.rest(key)
 
     def _give(self, key: K, conversation: Conversation) -> None:
-        if self._order is None:
+        if self.order is None:
             return
         self.hold(key)
         if (before := self.owner_of.get(key)) is not None:
@@ -174,17 +175,17 @@ class EvictionTree(Generic[K]):
     def link(self, key: K, parent: K) -> None:
         """Link a block to its predecessor although it names no cached block as its parent: a splice."""
         links = self.links
-        if key in links.keys and parent in links.keys and links.parents.get(key) not in links.keys:
-            links.unlink(key)
-            self._link(key, parent)
+        if key in links and parent in links and links.parents[key] not in links.parents:
+            links.remove(key)
+            self.hold(parent)
+            links.add(key, parent)
 
     def remove(self, key: K) -> None:
         """Remove a block. If its parent becomes a leaf without an owner, that is evicted before other such leaves."""
         links = self.links
-        links.keys.discard(key)
         self._unowned.pop(key, None)
-        owner, parent = self.owner_of.pop(key, None), links.unlink(key)
-        if parent is None or parent not in links.keys:
+        owner, parent = self.owner_of.pop(key, None), links.remove(key)
+        if parent is None or parent not in links:
             if owner is not None:
                 self._drop(owner)
             return
@@ -210,11 +211,11 @@ class EvictionTree(Generic[K]):
         self._withdraw(owner)
 
     def _withdraw(self, owner: Conversation | None) -> None:
-        if self._order is not None and owner is not None:
-            self._order.discard(owner)
+        if self.order is not None and owner is not None:
+            self.order.discard(owner)
 
     def _is_worth_more(self, one: Conversation, other: Conversation) -> bool:
-        return self._order is not None and self._order.value(one) > self._order.value(other)
+        return self.order is not None and self.order.value(one) > self.order.value(other)
 
     # -- what can be evicted -----------------------------------------------------------------------------------------
     def hold(self, key: K) -> None:
@@ -226,11 +227,11 @@ class EvictionTree(Generic[K]):
     def rest(self, key: K, first: bool = False) -> None:
         """Let a block be evicted, unless it is in use or built on. first: before others without an owner."""
         links = self.links
-        if key not in links.keys or key in links.children_of or not self._is_free(key):
+        if key not in links.parents or key in links.children_of or not self._is_free(key):
             return
         owner = self.owner_of.get(key)
-        if self._order is not None and owner is not None:
-            self._order.add(owner)
+        if self.order is not None and owner is not None:
+            self.order.add(owner)
         elif key not in self._unowned:
             self._unowned[key] = None
             if first:
@@ -245,10 +246,10 @@ class EvictionTree(Generic[K]):
         """The block to evict next, without removing it; None when all are held."""
         if self._unowned:
             return next(iter(self._unowned))
-        while self._order is not None and (owner := self._order.first()) is not None:
+        while self.order is not None and (owner := self.order.first()) is not None:
             key = self.end_of.get(owner)
             if key is None:  # left behind by another tier's table of this order that was dropped
-                self._order.discard(owner)
+                self.order.discard(owner)
                 continue
             prefix = owner.prefix and owner.prefix_at(self._id_of(key))
             if prefix is None or not self._is_worth_more(prefix.entry, owner):
@@ -287,14 +288,14 @@ class EvictionTree(Generic[K]):
         """Assert that links, owners and leaves agree."""
         links = self.links
         links.check_integrity()
-        assert self.owner_of.keys() <= links.keys, "a block that is not cached has an owner"
+        assert self.owner_of.keys() <= links.parents.keys(), "a block that is not cached has an owner"
         assert {owner: key for key, owner in self.owner_of.items()} == self.end_of, "owners and ends disagree"
-        for key in links.keys:
+        for key in links.parents:
             free, owner = key not in links.children_of and self._is_free(key), self.owner_of.get(key)
             assert (key in self._unowned) == (free and owner is None), f"{key!r} is {'not ' * free}to be next"
             if owner is not None:
-                assert self._order is not None
-                assert (owner in self._order) == free, f"{key!r}: its owner is out of order"
+                assert self.order is not None
+                assert (owner in self.order) == free, f"{key!r}: its owner is out of order"
 
 
 class ParentsInFlight:

@@ -46,55 +46,43 @@ class Change(NamedTuple):
     removed: int
 
 
-def _nothing() -> Iterator[list[BlockRecord]]:
-    yield from ()
-
-
 class Holdings:
     """Any thread may use it. root_of: the lineage root of a tenant's chains without a salt. Others are told only of
-    what hangs below such a root: so not of salted chains, other models, or splices, whose parent is no block. scan:
-    what is on disk when the store is opened, in parts.
+    what hangs below such a root: so not of salted chains, other models, or splices, whose parent is no block. on_disk:
+    what is there when the store is opened, in any order; of a parent others are told before its children.
     """
 
-    def __init__(
-        self, root_of: Callable[[str], BlockId], scan: Callable[[], Iterator[list[BlockRecord]]] = _nothing
-    ) -> None:
-        self.scan = scan
+    def __init__(self, root_of: Callable[[str], BlockId], on_disk: Iterable[BlockRecord] = ()) -> None:
         self._root_of = root_of
         self._roots: dict[str, BlockId] = {}
         self._lock = threading.Lock()
         self._blocks: dict[BlockId, HeldBlock] = {}
         self._changed = OrderedDict[BlockId, None]()  # in the order of the changes
-        self._gone_early: set[BlockId] | None = set()  # from disk, before it is known what is there
+        for record in on_disk:
+            self.stored_record(Place.DISK, record)
+        self._changed = OrderedDict.fromkeys(block_id for block_id, _ in self.from_roots())
 
     # -- the tiers' side ---------------------------------------------------------------------------------------------
     def stored(self, place: int, block_id: BlockId, parent_id: BlockId, tokens: bytes, tenant: str) -> None:
         with self._lock:
-            self._add(place, block_id, parent_id, tokens, tenant)
+            block = self._blocks.get(block_id)
+            if block is None:
+                block = self._blocks[block_id] = HeldBlock(parent_id, tokens, tenant)
+            if not block.places & place:
+                block.places |= place
+                self._changed[block_id] = None
 
     def stored_record(self, place: int, record: BlockRecord) -> None:
         self.stored(place, record.block_id, record.parent_id, record.tokens, record.tenant)
 
-    def _add(self, place: int, block_id: BlockId, parent_id: BlockId, tokens: bytes, tenant: str) -> None:
-        block = self._blocks.get(block_id)
-        if block is None:
-            block = self._blocks[block_id] = HeldBlock(parent_id, tokens, tenant)
-        if not block.places & place:
-            block.places |= place
-            self._changed[block_id] = None
-
     def gone(self, place: int, block_id: BlockId) -> None:
         """A block is gone from this place. Ignores unknown ones."""
         with self._lock:
-            if place == Place.DISK and self._gone_early is not None:
-                self._gone_early.add(block_id)
             self._remove(place, block_id)
 
     def emptied(self, place: int) -> None:
-        """A place is empty now, and the scan of the disk does not count any more."""
+        """A place is empty now."""
         with self._lock:
-            if place == Place.DISK:
-                self._gone_early = None
             for block_id in [block_id for block_id, block in self._blocks.items() if block.places & place]:
                 self._remove(place, block_id)
 
@@ -110,20 +98,6 @@ class Holdings:
             self._changed.pop(block_id, None)
 
     # -- the side of who tells others --------------------------------------------------------------------------------
-    def found_on_disk(self, records: Iterable[BlockRecord]) -> None:
-        """A part of the scan: blocks that were there when the store was opened. What has gone since does not count."""
-        with self._lock:
-            for record in records:
-                if self._gone_early is not None and record.block_id not in self._gone_early:
-                    self._add(Place.DISK, record.block_id, record.parent_id, record.tokens, record.tenant)
-
-    def disk_is_known(self) -> None:
-        """The scan is complete: from now on parents are reported before their children."""
-        in_order = OrderedDict.fromkeys(block_id for block_id, _ in self.from_roots())
-        with self._lock:
-            self._gone_early = None
-            self._changed = in_order | self._changed
-
     def take_changes(self, most: int) -> list[Change]:
         """The first changes that others were not told of. From now on they count as told."""
         found: list[Change] = []

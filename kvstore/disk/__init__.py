@@ -12,6 +12,7 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `io_queue`: one writer and two readers between CPU and disk
 - `live`: tables of an environment that threads use: reopening, compaction, closing; a thread that commits changes in
   groups
+- `opening`: the tier while it is opened, in a thread, under whatever else loads
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too
 - `tier`: blocks in LMDB: write, read, scan
@@ -25,9 +26,12 @@ A value is a whole block with a header and a checksum over both (xxh3), compared
 token ids, fingerprint. Values are raw unless configured otherwise: in measurements, compressing took more time than the
 smaller values saved.
 
-LMDB is the index. Lookups work at once after a start. A thread loads the eviction order meanwhile; changes until then
-are applied to it afterwards. LMDB's map size is the tier's size, so the file never exceeds it. Freed pages are used
-again two transactions later, so a batch is at most 1/32 of the file, and eviction begins at 85 %.
+The index is read into memory before the store opens, under the loading of the model, so that nobody above has to ask
+whether it is there: what is stored and what goes next is known from the first request. A start waits where that takes
+longer than the model, and says how far it is.
+
+LMDB's map size is the tier's size, so the file never exceeds it. Freed pages are used again two transactions later, so
+a batch is at most 1/32 of the file, and eviction begins at 85 %.
 
 Options by measurement: `sync=True, metasync=False, writemap=False` recovered 200 of 200 simulated power losses;
 without `sync` 16 %, and wrong values silently; `writemap` dies of SIGBUS on a full disk; without read-ahead cold

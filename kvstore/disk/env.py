@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -170,11 +171,9 @@ def keys_after(txn: Any, db: Any, after: bytes | None, limit: int) -> Iterator[t
     found = cursor.first() if after is None else cursor.set_range(after)
     if found and after is not None and bytes(cursor.key()) == after:
         found = cursor.next()
-    for _ in range(limit):
-        if not found:
-            return
-        yield bytes(cursor.key()), cursor.value()
-        found = cursor.next()
+    if found:
+        for key, value in islice(cursor.iternext(), limit):
+            yield bytes(key), value
 
 
 def tell_losses(store: Path) -> None:

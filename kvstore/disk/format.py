@@ -112,16 +112,21 @@ def pack_index(record: BlockRecord, stored_bytes: int, now_s: float) -> bytes:
     return pack(IndexRecord(record.parent_id, stored_bytes, record.created_s, now_s, record.model, record.tenant))
 
 
-def unpack_index(block_id: BlockId, packed: bytes) -> IndexEntry | None:
-    """None when these are not bytes of an index record."""
+def unpack_index(
+    block_id: BlockId, packed: bytes | memoryview, ids: dict[BlockId, BlockId] | None = None
+) -> IndexEntry | None:
+    """None when these are not bytes of an index record. ids: see `scan_index`."""
     try:
         found = unpack(IndexRecord, packed)
     except ValueError:
         return None
     if found.parent_id == block_id or len(block_id) != BLOCK_ID_BYTES:
         return None
-    times = found.created_s, found.last_access_s
-    return IndexEntry(block_id, found.parent_id, found.stored_bytes, *times, _one(found.model), _one(found.tenant))
+    parent_id = found.parent_id if ids is None else ids.setdefault(found.parent_id, found.parent_id)
+    return IndexEntry(
+        block_id, parent_id, found.stored_bytes, found.created_s, found.last_access_s, _one(found.model),
+        _one(found.tenant),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -138,12 +143,16 @@ def with_access(packed: bytes, now_s: float) -> bytes:
         return packed
 
 
-def scan_index(txn: Any, tables: Tables, after: BlockId | None) -> tuple[list[IndexEntry], BlockId | None]:
-    """The next entries in the order of ids, and where to go on; None at the end."""
+def scan_index(
+    txn: Any, tables: Tables, ids: dict[BlockId, BlockId], after: BlockId | None
+) -> tuple[list[IndexEntry], BlockId | None]:
+    """The next entries in the order of ids, and where to go on; None at the end. ids: of the whole scan, so that those
+    of a block and of the parent that others name are one object.
+    """
     entries, last = [], None
     for key, packed in keys_after(txn, tables.index, after, SCAN_BATCH):
-        last = key
-        entry = unpack_index(key, packed)
+        last = ids.setdefault(key, key)
+        entry = unpack_index(last, packed, ids)
         if entry is not None:
             entries.append(entry)
     return entries, last

@@ -1,6 +1,6 @@
 """What is on disk, as the control plane sees it: parents, sizes, and which block is evicted next.
 
-One thread, no lock, no file. Built from a scan in the background, then updated with every write.
+One thread, no lock, no file. Built from a scan before the store opens, then updated with every write.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from kvstore.blocks.forest import EvictionTree, Order
 from kvstore.blocks.ids import BlockId
@@ -17,7 +19,7 @@ from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
 
 
-class IndexEntry(NamedTuple):  # a million of them: made faster than dataclasses, and not watched by the collector
+class IndexEntry(msgspec.Struct, frozen=True, gc=False):  # a million of them: smaller and made faster than dataclasses
     """One block on disk. stored_bytes: what it takes in the file; times in seconds since the epoch."""
 
     block_id: BlockId
@@ -37,43 +39,39 @@ class DiskIndex:
     """Blocks by id, in the eviction order of their conversations (`kvstore.blocks.forest`).
 
     A block is evicted after those that build on it, so conversations shrink from their tails, and every kept block has
-    its parents. Every operation is O(1) a block. order: of conversations on this tier.
+    its parents. Every operation is O(1) a block.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time, order: Order | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.bytes = TenantBytes()
         self._clock = clock
         self._entries: dict[BlockId, IndexEntry] = {}
-        self._tree: EvictionTree[BlockId] = EvictionTree(order)
+        self._tree: EvictionTree[BlockId] = EvictionTree(None)
         self.links = self._tree.links  # which block builds on which
         self._touched: dict[BlockId, float] = {}
 
     @classmethod
-    def build(
-        cls,
-        batches: Iterable[list[IndexEntry]],
-        clock: Callable[[], float] = time.time,
-        order: Order | None = None,
-    ) -> DiskIndex:
-        """Build it from `DiskTier.scan()`, in any order.
-
-        May run in any thread that alone has the object. Additions and removals meanwhile must be repeated on the
-        result; repeating one that the scan saw does no harm.
-        """
-        entries = [entry for batch in batches for entry in batch]
-        entries.sort(key=lambda entry: entry.last_access_s)
-        index = cls(clock, order)
-        for entry in entries:
-            index.add(entry)
+    def build(cls, batches: Iterable[list[IndexEntry]], clock: Callable[[], float] = time.time) -> DiskIndex:
+        """Build it from `DiskTier.scan()`, in any order. A block that comes twice has its last entry."""
+        index = cls(clock)
+        entries = index._entries
+        for batch in batches:
+            for entry in batch:
+                entries[entry.block_id] = entry
+        for entry in entries.values():
+            index.bytes.add(entry.tenant, entry.stored_bytes)
+        parents = {block_id: entry.parent_id for block_id, entry in entries.items()}
+        index._tree.fill(parents, lambda block_id: entries[block_id].last_access_s)
         return index
 
-    def name_conversations(self) -> list[tuple[Hashable, Conversation]]:
-        """Make a conversation for each leaf without one, known only by its last use; returns them with their last
-        blocks.
+    def name_conversations(self, order: Order) -> list[tuple[Hashable, Conversation]]:
+        """Make a conversation for each leaf, known only by its last use; returns them with their last blocks. From now
+        on `order` has them.
 
         Their numbers are negative, older than any of the registry's.
         """
-        leaves = [leaf for leaf in self.links.leaves() if leaf not in self._tree.owner_of]
+        self._tree.order = order
+        leaves = self.links.leaves()
         leaves.sort(key=lambda leaf: self._entries[leaf].last_access_s)
         found: list[tuple[Hashable, Conversation]] = []
         now_s = self._clock()
@@ -140,7 +138,7 @@ class DiskIndex:
         if not end:
             return
         entry = self._entries[chain[end - 1]]
-        self._entries[entry.block_id] = entry._replace(last_access_s=now_s)
+        self._entries[entry.block_id] = replace(entry, last_access_s=now_s)
         self._touched[entry.block_id] = now_s
         if conversation is not None:
             self._tree.claim(conversation, chain[end - 1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,19 +47,20 @@ class DiskTier:
     """Blocks in the environment `blocks/` of a store directory.
 
     capacity_bytes: the file's largest size, its map size. codec: for writing; blocks of all codecs can be read.
-    itemsize: bytes of an element of KV. file: over its life; while it is `broken`, reads fail and writes are refused.
-    Raises StoreError when it cannot be opened at all; a damaged one is moved aside and an empty one begun.
+    itemsize: bytes of an element of KV, which whoever knows the model sets. file: over its life; while it is `broken`,
+    reads fail and writes are refused. Raises StoreError when it cannot be opened at all; a damaged one is moved aside
+    and an empty one begun.
     """
 
+    itemsize = 2
+
     def __init__(
-        self, directory: StoreDirectory, capacity_bytes: int, codec: str = "raw", itemsize: int = 2,
-        clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+        self, directory: StoreDirectory, capacity_bytes: int, codec: str = "raw", clock: Callable[[], float] = time.time
+    ) -> None:
         self.codec = codec
         self.file = BlocksFile(directory, capacity_bytes)
         self._clock = clock
-        self._itemsize = itemsize
-        self._counts = Counts(
+        self.counts = Counts(
             ("reads", "writes"), ("read_seconds", "write_seconds"), ("read_bytes_per_s", "write_bytes_per_s")
         )
         if self.file.is_too_large:
@@ -91,7 +92,7 @@ class DiskTier:
                     self._make_writable()  # LMDB reuses pages two transactions after they were freed
                     outcome = self._write(puts, (), touched or {})
         if outcome.error is not None:
-            self._counts.failed(f"write: {outcome.error}")
+            self.counts.failed(f"write: {outcome.error}")
         return outcome
 
     def _write(self, puts: Sequence[Put], deletes: Sequence[BlockId], touched: Mapping[BlockId, float]) -> WriteOutcome:
@@ -114,16 +115,16 @@ class DiskTier:
                 return WriteOutcome(error=WriteError.BROKEN if self.file.broken else self._name(error))
             else:
                 seconds = max(time.perf_counter() - started, 1e-9)
-                self._counts.add(writes=len(puts), write_seconds=seconds)
+                self.counts.add(writes=len(puts), write_seconds=seconds)
                 if sum(stored) >= RATE_MIN_BYTES:  # fewer say nothing
-                    self._counts.add(write_bytes_per_s=sum(stored) / seconds)
+                    self.counts.add(write_bytes_per_s=sum(stored) / seconds)
                 return WriteOutcome(stored)
         self.file.recover()
         return WriteOutcome(error=WriteError.IO)
 
     def _put(self, txn: lmdb.Transaction, tables: Tables, record: BlockRecord, view: memoryview) -> int:
         """Put a block. Returns its size in the file."""
-        value = codec.encode(record, view, codec.CODECS[self.codec], self._itemsize)
+        value = codec.encode(record, view, codec.CODECS[self.codec], self.itemsize)
         txn.put(record.block_id, value, db=tables.values)
         size = disk_format.footprint(len(value), tables.page_bytes)
         txn.put(record.block_id, disk_format.pack_index(record, size, self._clock()), db=tables.index)
@@ -133,7 +134,7 @@ class DiskTier:
         try:
             self.file.make_writable()
         except WORLD_ERRORS as error:
-            self._counts.failed(f"write: {self._name(error)}")
+            self.counts.failed(f"write: {self._name(error)}")
 
     def _name(self, error: Exception) -> WriteError:
         try:
@@ -147,7 +148,7 @@ class DiskTier:
         try:
             self.file.sync()
         except DegradedError:
-            self._counts.failed("sync")
+            self.counts.failed("sync")
             raise
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -169,9 +170,9 @@ class DiskTier:
                 self.file.write_lock.release()
         if result is ReadResult.OK:
             seconds = max(time.perf_counter() - started, 1e-9)
-            self._counts.add(reads=1, read_seconds=seconds, read_bytes_per_s=into.nbytes / seconds)
+            self.counts.add(reads=1, read_seconds=seconds, read_bytes_per_s=into.nbytes / seconds)
         elif result is not ReadResult.MISSING:
-            self._counts.failed(f"read: {result.value}")
+            self.counts.failed(f"read: {result.value}")
         return result
 
     def warm(self, block_id: BlockId) -> None:
@@ -198,18 +199,24 @@ class DiskTier:
         Ends early when the file cannot be read.
         """
         last: BlockId | None = None
+        ids: dict[BlockId, BlockId] = {}
         unreadable: tuple[list[IndexEntry], BlockId | None] = ([], None)
         while True:
-            entries, last = self.file.look_up(partial(disk_format.scan_index, after=last), unreadable)
+            entries, last = self.file.look_up(partial(disk_format.scan_index, ids=ids, after=last), unreadable)
             if last is None:
                 return
             yield entries
 
-    def records(self) -> Iterator[list[BlockRecord]]:
-        """The headers of all blocks, in batches; reads one page of each."""
-        for entries in self.scan():
+    def records(self, batches: Iterable[list[IndexEntry]]) -> Iterator[list[BlockRecord]]:
+        """The headers of these blocks, as far as they can be read; reads one page of each."""
+        for entries in batches:
             headers = [self.header(entry.block_id) for entry in entries]
             yield [header.record for header in headers if header is not None]
+
+    @property
+    def num_blocks(self) -> int:
+        """As of the last transaction; 0 if the file cannot be read."""
+        return self.file.look_up(lambda txn, tables: int(txn.stat(tables.index)["entries"]), 0)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every block and check it. progress: called with the number of blocks so far."""
@@ -235,7 +242,7 @@ class DiskTier:
             "was_reset": file.was_reset,
             "lost": file.lost,
             "codec": self.codec,
-            **self._counts.as_dict(),
+            **self.counts.as_dict(),
         }
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult, Transferred
 from kvstore.disk.blocks_file import WATERMARK
-from kvstore.disk.index import IndexEntry
+from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_queue import (
     AT_ONCE,
     WAKE_EVERY,
@@ -30,6 +29,7 @@ from kvstore.disk.io_queue import (
     Write,
     WriteDone,
 )
+from kvstore.disk.opening import OpenDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.planning.replay_config import ReplayConfig
@@ -82,12 +82,6 @@ class VirtualDisk:
 
     def excess_bytes(self, incoming_bytes: int = 0) -> int:
         return self.num_stored * self.file_bytes + incoming_bytes - self._most_bytes
-
-    def contains(self, block_id: BlockId) -> bool:
-        return False  # asked for what the index does not know yet: nothing was stored before the replay
-
-    def scan(self) -> Iterator[list[IndexEntry]]:
-        return iter(())
 
 
 class VirtualIo:
@@ -222,10 +216,8 @@ def virtual_store(
     write_back = None
     if config.disk_blocks:
         memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of every arena block; nobody touches it, so it takes none
-        write_back = WriteBack(cast(DiskTier, disk), cpu, io, lambda _: memory, stats, clock, steering)
-        while write_back.contents.index is None:  # of nothing, in a thread
-            time.sleep(0.001)
-            write_back.pump()
+        on_disk = OpenDisk(cast(DiskTier, disk), DiskIndex(clock), [])
+        write_back = WriteBack(on_disk, cpu, io, lambda _: memory, stats, clock, steering)
     planner = Planner(STORE_BLOCK_BYTES, block_size, always=True)
     identity = Identity(b"", "", block_size)
     store = KVStore(cpu, io, write_back, transfers, identity, planner, lambda _: None, stats, clock, steering)

@@ -192,11 +192,6 @@ class KVEvents:
     # -- the publisher's thread --------------------------------------------------------------------------------------
     def _publish(self, holdings: Holdings) -> None:
         self._topics.send("", [AllBlocksCleared()])
-        for records in holdings.scan():
-            holdings.found_on_disk(records)
-            if self._stopping.is_set():
-                return
-        holdings.disk_is_known()
         while not self._stopping.is_set():
             self._tick(holdings)
             if not holdings.num_waiting:

@@ -5,7 +5,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `assembly`: opens the tiers and puts the parts together
 - `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
   scheduled; deletion by request, and eviction by hand
-- `disk_contents`: what is on disk, also before its index is loaded; what leaves it: evicted, deleted or lost
+- `disk_contents`: what is on disk; what leaves it: evicted, deleted or lost
 - `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
   reads, and what is read ahead for it

@@ -15,8 +15,8 @@ import torch
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import CacheTiers
-from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
+from kvstore.disk.opening import OpenDisk, OpeningDisk
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.device_transfer import DeviceTransfer
@@ -59,16 +59,17 @@ def open_tiered(
     least_arena_blocks: int,
     num_hbm_blocks: int,
     policy: str,
-    directory: StoreDirectory | None,
+    opening: OpeningDisk | None,
     reports: bool = False,
     secret: bytes | None = None,
     others: OtherRanks | None = None,
     owner: str | None = None,
 ) -> TieredConnector:
-    """See `kvstore.connector.open_connector`. directory: the disk's; it is closed even if this raises."""
+    """See `kvstore.connector.open_connector`. opening: the disk, which is closed even if this raises."""
+    directory = None if opening is None else opening.directory
     with ExitStack() as opened:
-        if directory is not None:
-            opened.callback(directory.close)
+        if opening is not None:
+            opened.callback(opening.close)
         tiers.check_room(layout.block_bytes)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
         num_arena_blocks = max(least_arena_blocks, STAGING_BYTES // layout.block_bytes)
@@ -83,20 +84,19 @@ def open_tiered(
         learned.restore(planner)
         descriptor = None if others is None else others.arena_descriptor
         arena = Arena(layout, num_arena_blocks, device.type == "cuda", descriptor)
-        disk, write_back, remote = None, None, None
-        if directory is not None:
-            disk = DiskTier(directory, int(tiers.disk), tiers.codec, itemsize=layout.dtype.itemsize)
+        on_disk = None if opening is None else opening.join(layout.dtype.itemsize)
+        disk, write_back, remote = None if on_disk is None else on_disk.tier, None, None
         fleet = None if tiers.remote is None else fleet_secret(tiers.fleet_secret_file)
         secret = secret or (fleet.root if fleet else os.urandom(32) if directory is None else directory.secret)
-        holdings = holdings_of(partial(lineage_root, secret, name), disk) if reports else None
+        holdings = holdings_of(partial(lineage_root, secret, name), on_disk) if reports else None
         in_cpu, losses = holdings if tiers.cpu else None, stats.losses if disk is None else None
         cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu, losses)
         # Freed pages become usable two transactions later, so a batch must be small compared with the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         io = IoQueue(disk, progress.wake, batch_bytes=batch_bytes)
-        if disk is not None:
+        if on_disk is not None:
             tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
-            write_back = WriteBack(disk, cpu, io, arena.view, stats, clock, steering, tenant_bytes, holdings)
+            write_back = WriteBack(on_disk, cpu, io, arena.view, stats, clock, steering, tenant_bytes, holdings)
         transfer = make_transfer(device, arena, progress.wake)
         if others is not None:
             others.use(FarBlocks(arena))
@@ -121,8 +121,8 @@ def open_tiered(
     return connector
 
 
-def holdings_of(root_of: Callable[[str], BlockId], disk: DiskTier | None) -> Holdings:
-    return Holdings(root_of) if disk is None else Holdings(root_of, disk.records)
+def holdings_of(root_of: Callable[[str], BlockId], on_disk: OpenDisk | None) -> Holdings:
+    return Holdings(root_of, () if on_disk is None else on_disk.records)
 
 
 def remote_blocks(

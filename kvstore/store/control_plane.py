@@ -49,7 +49,6 @@ class Deletion:
     _remote: RemoteBlocks | None = None
 
     def __post_init__(self) -> None:
-        self._waiting: list[tuple[tuple[BlockId, ...], set[BlockId]]] = []  # the blocks below them are not known yet
         self._to_erase: set[int] = set()  # deleted arena blocks that were still held
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
@@ -57,27 +56,9 @@ class Deletion:
         that was computed after them, such as turns that were never stored, or answers cut by a stop string.
 
         They are gone from disk when `is_forgotten`. Blocks in use in the CPU tier can no longer be found, and are
-        erased when released. Returns all deleted blocks; the set grows until the disk's index is loaded.
+        erased when released. Returns all deleted blocks.
         """
-        doomed = self._with_descendants(block_ids)
-        self._forget(doomed)
-        found = set(doomed)
-        if self._disk is not None and self._disk.contents.index is None:
-            self._waiting.append((tuple(block_ids), found))
-        return found
-
-    def poll(self) -> None:
-        """Continue deletions that could not be done at once."""
-        if self._waiting and self._disk is not None and self._disk.contents.index is not None:
-            waiting, self._waiting = self._waiting, []
-            for block_ids, found in waiting:
-                below = [block_id for block_id in self._with_descendants(block_ids) if block_id not in found]
-                found.update(below)
-                self._forget(below)
-        if self._to_erase:
-            self._erase()
-
-    def _forget(self, doomed: Sequence[BlockId]) -> None:
+        doomed = (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
         self._stats.forgotten += len(doomed)
         self._to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
         self._to_erase.update(self._being_filled())
@@ -90,10 +71,12 @@ class Deletion:
         self._steering.forget(doomed)
         self._stats.losses.note("deleted", None, *doomed)
         self._erase()
+        return set(doomed)
 
-    def _with_descendants(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
-        """These and all known descendants, parents before children."""
-        return (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
+    def poll(self) -> None:
+        """Erase what could not be erased at once."""
+        if self._to_erase:
+            self._erase()
 
     def _erase(self) -> None:
         """Overwrite deleted arena blocks that nobody holds any more."""
@@ -104,10 +87,7 @@ class Deletion:
         """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""
         if self._remote is not None and self._remote.deletes.has_some(block_ids):
             return False
-        if self._disk is None:
-            return True
-        is_whole = all(found is not block_ids for _, found in self._waiting)
-        return is_whole and not self._disk.space.is_deleting(block_ids)
+        return self._disk is None or not self._disk.space.is_deleting(block_ids)
 
     def cannot_forget(self, block_ids: set[BlockId]) -> bool:
         """Whether a tier cannot delete these at the moment. It tries again later."""

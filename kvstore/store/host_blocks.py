@@ -6,13 +6,13 @@ Control plane, one thread. There is no arena: blocks are written from the host's
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Evict, Expected, ReadResult
 from kvstore.disk.io_queue import AS_HINT, AT_ONCE, IoQueue, Read, ReadDone, Task, TaskDone, WriteDone
+from kvstore.disk.opening import OpenDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
@@ -23,7 +23,6 @@ from kvstore.store.progress import Stage
 from kvstore.store.write_back import WriteBack
 
 MAX_PREFETCHING = 1 << 12  # blocks
-MAX_EARLY = 64  # chains that are remembered until the index is loaded
 REASONS = {
     ReadResult.OK: "", ReadResult.MISSING: "missing", ReadResult.CORRUPT: "damaged",
     ReadResult.MISMATCH: "mismatch", ReadResult.FAILED: "io_error",
@@ -39,7 +38,6 @@ class HostReads:
         self._tier, self._io, self._disk = tier, io, disk
         self._planner, self._tickets, self._stats = planner, tickets, stats
         self._num_reading = self._num_prefetching = 0
-        self._early = deque[Sequence[BlockId]](maxlen=MAX_EARLY)
 
     def __len__(self) -> int:
         """The number of reads that somebody waits for."""
@@ -77,9 +75,6 @@ class HostReads:
         behind all other reads, as far as the bound allows. For hosts that give no memory before they ask.
         """
         index = self._disk.contents.index
-        if index is None:
-            self._early.append(chain)
-            return
         entry = next((entry for block_id in reversed(chain) if (entry := index.get(block_id)) is not None), None)
         stored: list[BlockId] = []
         while entry is not None:
@@ -93,11 +88,6 @@ class HostReads:
     def prefetch_done(self) -> None:
         self._num_prefetching -= 1
 
-    def poll(self) -> None:
-        """Go on when the index has been loaded."""
-        while self._early and self._disk.contents.index is not None:
-            self.prefetch(self._early.popleft())
-
 
 class HostBlocks:
     """See `kvstore.block_store.BlockStore`, which names blocks by keys.
@@ -106,20 +96,19 @@ class HostBlocks:
     """
 
     def __init__(
-        self, tier: DiskTier, io: IoQueue, steering: Steering, planner: Planner, stats: StoreStats,
+        self, on_disk: OpenDisk, io: IoQueue, steering: Steering, planner: Planner, stats: StoreStats,
         clock: Callable[[], float], roots: Container[BlockId] | None, tenant_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.steering, self.planner, self.stats = steering, planner, stats
         self._io = io
         self.tickets = Tickets()
-        self._writes = HostWrites(tier, io, steering, stats, clock, self.tickets, roots, tenant_bytes)
+        self._writes = HostWrites(on_disk, io, steering, stats, clock, self.tickets, roots, tenant_bytes)
         self.disk, self.deletion = self._writes.disk, self._writes.deletion
         self.conversations = HostConversations(steering, self.disk.contents, clock)
-        self.reads = HostReads(tier, io, self.disk, planner, self.tickets, stats)
-        self._to_forget: list[tuple[BlockId, ...]] = []
+        self.reads = HostReads(on_disk.tier, io, self.disk, planner, self.tickets, stats)
 
     def contains(self, block_id: BlockId) -> bool:
-        """Whether the block is durable. Without the index, LMDB is asked."""
+        """Whether the block is durable."""
         return self.disk.contents.contains(block_id)
 
     def write(self, record: BlockRecord, view: memoryview, name: str | None) -> int | None:
@@ -157,26 +146,15 @@ class HostBlocks:
         self.conversations.poll()
         self.deletion.poll()
         self._writes.go_on()
-        self.reads.poll()
-        if self._to_forget and self.disk.contents.index is not None:
-            waiting, self._to_forget = self._to_forget, []
-            for chain in waiting:
-                self._forget(chain)
         return bool(done)
 
     # -- by hand -----------------------------------------------------------------------------------------------------
     def forget(self, chain: Sequence[BlockId]) -> int:
         """Delete these blocks, head first, and what builds on the last of them, except for what others build on, too.
 
-        Returns how many of them were on disk. Until the index is loaded it is put off, and 0 is returned.
+        Returns how many of them were on disk.
         """
         self._writes.forget(frozenset(chain))
-        if self.disk.contents.index is None:
-            self._to_forget.append(tuple(chain))
-            return 0
-        return self._forget(chain)
-
-    def _forget(self, chain: Sequence[BlockId]) -> int:
         contents = self.disk.contents
         named = frozenset(chain).union(contents.with_descendants(chain[-1:]))
         doomed, _ = self.disk.space.select(Evict(block_ids=named))
@@ -191,13 +169,13 @@ class HostBlocks:
         self.disk.finish()
 
     def stages(self) -> Sequence[Stage]:
-        """Writes, chains that are to be forgotten once the index has come, and deletions."""
-        return (lambda: self.tickets.running, lambda: self._to_forget, lambda: self.disk.contents.removing)
+        """Writes and deletions."""
+        return (lambda: self.tickets.running, lambda: self.disk.contents.removing)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, and nothing is left to be written or forgotten."""
-        return not (len(self._writes) or len(self.reads) or self._to_forget) and self.disk.is_drained
+        """Whether nothing is in flight, and nothing is left to be written."""
+        return not (len(self._writes) or len(self.reads)) and self.disk.is_drained
 
     def as_dict(self) -> dict[str, object]:
         """Gauges and counters."""

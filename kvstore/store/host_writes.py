@@ -14,7 +14,7 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Finished
 from kvstore.disk.format import WriteError
 from kvstore.disk.io_queue import IoQueue, WriteDone
-from kvstore.disk.tier import DiskTier
+from kvstore.disk.opening import OpenDisk
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
@@ -81,19 +81,19 @@ class HostWrites:
     """
 
     def __init__(
-        self, tier: DiskTier, io: IoQueue, steering: Steering, stats: StoreStats, clock: Callable[[], float],
+        self, on_disk: OpenDisk, io: IoQueue, steering: Steering, stats: StoreStats, clock: Callable[[], float],
         tickets: Tickets, roots: Container[BlockId] | None, tenant_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self._tier, self._roots = tier, roots
+        self._tier, self._roots = on_disk.tier, roots
         self._stats = stats
         self._tickets = tickets
         self._borrowed: dict[int, _Borrowed] = {}  # by arena block
         self._num_bytes = 0
-        self._max_bytes = min(MAX_WRITE_BYTES, tier.file.capacity_bytes // 4)
+        self._max_bytes = min(MAX_WRITE_BYTES, on_disk.tier.file.capacity_bytes // 4)
         # Has no arena: each of its blocks stands for a buffer of the host while that is being written.
         self._cpu = CpuTier(MAX_WRITES, keep=False)
         self.disk = WriteBack(
-            tier, self._cpu, io, lambda one: self._borrowed[one].view, stats, clock, steering, tenant_bytes
+            on_disk, self._cpu, io, lambda one: self._borrowed[one].view, stats, clock, steering, tenant_bytes
         )
         self.deletion = Deletion(self._cpu, self.disk, steering, stats, 1, tuple)
 

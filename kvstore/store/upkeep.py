@@ -11,8 +11,6 @@ from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.store.parts import DiskParts
 
-INDEX_S = 60.0  # how long an eviction waits for the index of a disk that was just opened
-
 
 class TieredUpkeep:
     """See `kvstore.store.seam.Upkeep`."""
@@ -26,9 +24,6 @@ class TieredUpkeep:
             return self._parts.as_dict()
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        disk = self._parts.store.disk
-        if disk is not None:  # waited for here, where it holds up nobody
-            self._parts.wait_until(lambda: disk.contents.index is not None, INDEX_S)
         with self._parts.lock:
             self._parts.store.poll()
             return self._parts.store.deletion.evict(what)

@@ -19,7 +19,7 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult, TenantBytes
 from kvstore.disk.format import WriteError
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
-from kvstore.disk.tier import DiskTier
+from kvstore.disk.opening import OpenDisk
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.policies import Steering
@@ -155,19 +155,18 @@ class WriteQueue:
 
 
 class WriteBack:
-    """view: the bytes of an arena block. tenant_bytes: how much one tenant's blocks may take. Once the index is loaded,
-    nothing is written beyond that.
-    """
+    """view: the bytes of an arena block. tenant_bytes: how much one tenant's blocks may take."""
 
     def __init__(
-        self, disk: DiskTier, cpu: CpuTier, io: IoQueue, view: Callable[[int], memoryview], stats: StoreStats,
+        self, on_disk: OpenDisk, cpu: CpuTier, io: IoQueue, view: Callable[[int], memoryview], stats: StoreStats,
         clock: Callable[[], float], steering: Steering, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
-        self._disk, self._cpu, self._stats, self._clock = disk, cpu, stats, clock
+        self._disk = disk = on_disk.tier
+        self._cpu, self._stats, self._clock = cpu, stats, clock
         self._tenant_bytes = tenant_bytes
         self.reads = DiskReads(cpu, io, view, stats)
-        self.contents = DiskContents(disk, steering, stats, clock, holdings)
+        self.contents = DiskContents(disk, on_disk.index, steering, clock, holdings)
         self.queue = WriteQueue(io, view, cpu.parents_in_flight)
         self.space = DiskSpace(disk, cpu, io, self.contents, stats)
         self.health = DiskHealth(clock)
@@ -199,8 +198,6 @@ class WriteBack:
 
     def pump(self) -> None:
         """Hand dirty arena blocks to the writer, within its bounds, and make room for them. Called once per poll."""
-        if self.contents.poll():
-            self.space.index_has_come()
         if self._disk.file.broken and not self._quarantine():
             return
         if not self.health.write.is_over:
@@ -223,10 +220,9 @@ class WriteBack:
             self._refuse_first(record, "its tenant has on disk what it may have")
             return True
         if not self.space.make_room(self.queue.bytes.total + size, self.queue.bytes.total):
-            index = self.contents.index
-            if index is None or self.queue.bytes.total or self.contents.removing:
+            if self.queue.bytes.total or self.contents.removing:
                 return False
-            if len(index):
+            if len(self.contents.index):
                 return self._give_up_first(record)
             # The file system had no room: the disk will find out whether that is still so.
         self._stuck_since_s = None
@@ -235,7 +231,7 @@ class WriteBack:
         return True
 
     def _is_over_limit(self, tenant: str, num_bytes: int) -> bool:
-        if self._tenant_bytes is None or self.contents.index is None:
+        if self._tenant_bytes is None:
             return False
         stored = self.contents.index.bytes.of(tenant)
         return stored + self.queue.bytes.of(tenant) + num_bytes > self._tenant_bytes
@@ -295,7 +291,7 @@ class WriteBack:
         self._stats.dropped_writes += len(done.writes)
         self.queue.put_back(done.writes)
         self.space.deletion_failed(done.deletes)
-        if error == WriteError.MAP_FULL and self._num_full < MAX_FULL and self.contents.index is not None:
+        if error == WriteError.MAP_FULL and self._num_full < MAX_FULL:
             # There is room, but in pieces that are too small, or only free after another transaction or two.
             self._num_full += 1
             self.space.evict(sum(self.queue.file_bytes(write.arena_block) for write in done.writes))
@@ -353,13 +349,11 @@ class WriteBack:
         self.space.delete_again()
 
     def stats(self) -> dict[str, object]:
-        index = self.contents.index
         return {
             **self._disk.stats(),
-            "blocks": None if index is None else len(index),
+            "blocks": len(self.contents.index),
             "dirty_blocks": len(self.queue.dirty),
             "queued_write_bytes": self.queue.bytes.total,
             "reads_in_flight": len(self.reads),
             "degraded": self.health.error,
-            "index_loaded": index is not None,
         }

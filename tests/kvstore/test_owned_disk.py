@@ -18,9 +18,10 @@ from kvstore.blocks.records import Evict, ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.codec import encode_head
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import RemoteError
-from kvstore.owned_disk import OwnedDisk
+from kvstore.owned_disk import OwnedDisk, owner_folder
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.resp import RespClient, encode
@@ -35,7 +36,8 @@ CAPACITY = 32 << 20
 @contextmanager
 def opened(folder: Path, capacity: int = CAPACITY, **tiers) -> Iterator[OwnedDisk]:
     with StoreDirectory.open(folder) as directory:
-        disk = OwnedDisk(directory, CacheTiers(disk=capacity, path=folder, **tiers), "lru")
+        tiers = CacheTiers(disk=capacity, path=folder, **tiers)
+        disk = OwnedDisk(OpeningDisk(directory.share(), capacity), owner_folder(), tiers, "lru")
         try:
             yield disk
         finally:
@@ -114,7 +116,6 @@ def test_a_splice_begins_where_another_parent_is_named(tmp_path, restarted):
             disk = ends.enter_context(opened(tmp_path / "store"))
             session = ends.enter_context(session_of(disk))
             assert all(result.error is None for result in session.put(chain, puts))
-        wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
         assert session.ask(chain) == [True] * 7
         assert disk.forget(head.chain.ids[3:], TIMEOUT_S)
         assert session.ask(chain) == [True] * 3 + [False] * 4
@@ -122,7 +123,6 @@ def test_a_splice_begins_where_another_parent_is_named(tmp_path, restarted):
 
 def test_what_a_killed_engine_has_sent_does_not_outlive_a_deletion(disk):
     """The owner may get to it only after the deletion."""
-    wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
     for number in range(8):
         made = make_chain(64, seed=1000 * number)
         command: list[str | bytes] = ["PUT"]
@@ -166,7 +166,6 @@ def test_a_damaged_block_is_never_served_and_is_stored_again(tmp_path):
         session.put(made.chain, made.puts())
     flip(tmp_path / "store", made.chain.ids[3])
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
-        wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
         assert session.read(made.reads(2, 5)) == [ReadResult.OK, ReadResult.MISSING, ReadResult.MISSING]
         assert session.ask(made.chain) == [True] * 3 + [False] * 5, "what builds on it went, too"
         assert disk.stats()["store"]["read_failures"] == {"corrupt": 1}
@@ -184,7 +183,6 @@ def test_a_value_that_was_damaged_on_its_way_is_refused(disk, session):
 def test_tails_go_first_and_pinned_chains_last(tmp_path):
     made = [make_chain(20, seed=100 * number) for number in range(60)]
     with opened(tmp_path / "store", capacity=8 << 20) as disk, session_of(disk) as session:
-        wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
         for number, one in enumerate(made):
             assert all(result.error is None for result in session.put(one.chain, one.puts()))
             if number == 3:
@@ -197,7 +195,6 @@ def test_tails_go_first_and_pinned_chains_last(tmp_path):
 
 def test_a_tenant_has_no_more_than_its_part(tmp_path):
     with opened(tmp_path / "store", disk_per_tenant=10 * 16384) as disk, session_of(disk) as session:
-        wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
         made = make_chain(40)
         owned = [msgspec.structs.replace(record, tenant="anna") for record in made.records]
         puts = [replace(put, record=record) for put, record in zip(made.puts(), owned, strict=True)]
@@ -267,9 +264,10 @@ OPEN = """
 import sys
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
-from kvstore.owned_disk import OwnedDisk
-with StoreDirectory.open(sys.argv[1]) as directory:
-    OwnedDisk(directory, CacheTiers(disk="32MiB", path=sys.argv[1]), "lru")
+from kvstore.disk.opening import OpeningDisk
+from kvstore.owned_disk import OwnedDisk, owner_folder
+disk = OpeningDisk(StoreDirectory.open(sys.argv[1]), 32 << 20)
+OwnedDisk(disk, owner_folder(), CacheTiers(disk="32MiB", path=sys.argv[1]), "lru")
 """
 
 

@@ -47,7 +47,7 @@ def may_go(tree: EvictionTree) -> list[Hashable]:
     """Leaves that nobody holds, and that were not put aside."""
     return [
         key
-        for key in tree.links.keys
+        for key in tree.links.parents
         if key not in tree.links.children_of
         and tree._is_free(key)
         and (key in tree._unowned or tree.owner_of.get(key) in tree._order)
@@ -125,7 +125,7 @@ def check_bounds(sim: Simulation) -> None:
 def on_disk(sim: Simulation) -> dict[BlockId, BlockId]:
     """Blocks of the index and their parents; what is being deleted is not there."""
     disk = sim.store.disk
-    if disk is None or disk.contents.index is None:
+    if disk is None:
         return {}
     entries, removing = disk.contents.index._entries, disk.contents.removing
     return {key: entry.parent_id for key, entry in entries.items() if key not in removing}
@@ -135,7 +135,7 @@ def check_closed(sim: Simulation) -> None:
     """Invariant 8: what CPU and disk hold together is closed under parents."""
     disk = sim.store.disk
     if disk is not None:
-        if disk.contents.index is None or disk._disk.file.broken:  # what hangs below lost blocks is not known
+        if disk._disk.file.broken:
             return
         disk.contents.index.check_integrity()
     stored = on_disk(sim)
@@ -186,7 +186,6 @@ def in_flight(sim: Simulation) -> str:
         found += [
             f"reads {len(disk.reads)}",
             f"degraded {disk.health.error}",
-            f"index {disk.contents.index is not None}",
         ]
         found += [f"queue is idle: {sim.connector.parts.io.is_idle}"]
     return ", ".join(found)
@@ -217,7 +216,7 @@ def check_counters(sim: Simulation) -> None:
 def check_disk(sim: Simulation) -> None:
     """The index is what is on disk, and what the tier counts as written is or was there."""
     disk = sim.store.disk
-    if disk is None or disk.contents.index is None or disk.health.error is not None or disk._disk.file.broken:
+    if disk is None or disk.health.error is not None or disk._disk.file.broken:
         return
     values = sim.platter.values
     assert disk.contents.index._entries.keys() == values.keys(), "the index and the disk disagree"

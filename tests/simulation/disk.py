@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec.structs import replace
+
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult, TransferPlan, Transferred
 from kvstore.disk.blocks_file import WATERMARK
@@ -102,7 +104,6 @@ class Disk:
         self.book, self.clock, self.faults, self.rng, self.counts = book, clock, faults, rng, counts
         self.weather = weather
         self._freed: deque[int] = deque([0, 0], maxlen=2)
-        self._at_start = [entry for entry, _, _ in platter.values.values()]
 
     @property
     def used_bytes(self) -> int:
@@ -115,12 +116,7 @@ class Disk:
         return not self.broken and block_id in self.platter.values
 
     def scan(self) -> Iterator[list[IndexEntry]]:
-        """Some batches as they were when the store was opened, some as they are now."""
-        before, after = self._at_start, [entry for entry, _, _ in self.platter.values.values()]
-        old = {entry.block_id for entry in before}
-        found = {e.block_id: e for e in before if e.block_id in self.platter.values or self.rng.random() < 0.5}
-        found |= {e.block_id: e for e in after if e.block_id in old or self.rng.random() < 0.5}
-        entries = list(found.values())
+        entries = [entry for entry, _, _ in self.platter.values.values()]
         self.rng.shuffle(entries)
         yield from (entries[i : i + 100] for i in range(0, len(entries), 100))
 
@@ -138,7 +134,7 @@ class Disk:
         for block_id, used_s in touched.items():
             if block_id in self.platter.values:
                 entry, record, value = self.platter.values[block_id]
-                self.platter.values[block_id] = (entry._replace(last_access_s=used_s), record, value)
+                self.platter.values[block_id] = (replace(entry, last_access_s=used_s), record, value)
         for record, view in puts:
             self._put(record, bytes(view))
         self._freed.append(freed)

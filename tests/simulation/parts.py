@@ -91,18 +91,11 @@ class Condition:
 
 
 class Thread:
-    """Of `threading`: the index of a disk is loaded after a while, nothing else runs by itself."""
+    """Of `threading`: nothing runs by itself."""
 
-    def __init__(
-        self, clock: Clock, delay_s: Callable[[], float], target: Callable, args: tuple = (), name: str = "",
-        daemon: bool = True,
-    ) -> None:  # fmt: skip
-        self._start = lambda: clock.io.after(delay_s(), lambda: target(*args))
-        self._is_loader = name == "kvstore-index"
+    def __init__(self, **_: object) -> None: ...
 
-    def start(self) -> None:
-        if self._is_loader:
-            self._start()
+    def start(self) -> None: ...
 
     def join(self, timeout_s: float | None = None) -> None:
         pass

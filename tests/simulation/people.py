@@ -268,8 +268,6 @@ class People:
         ])  # fmt: skip
         sim.note(f"evict {what if what.block_ids is None else len(what.block_ids)}")
         sim.counts["evict commands"] += 1
-        if sim.store.disk is not None and sim.store.disk.contents.index is None:
-            return
         _, found = sim.connector.upkeep.evict(what)
         if not what.dry_run:
             for block in [block for block in map(sim.pool.lookup, found) if block is not None]:

@@ -20,6 +20,8 @@ from unittest import mock
 
 from kvstore.blocks.ids import BlockId
 from kvstore.config import CacheTiers
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.opening import OpenDisk
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
@@ -59,7 +61,6 @@ class Config:
     token_s: float = 0.001  # of computing one
     read_s: float = 0.004  # of one block from disk
     load_s: float = 0.0005  # of one block into HBM
-    index_s: float = 5.0  # until the index of the disk is loaded
     max_queued_bytes: int = 4096
     limit_blocks: int | None = None  # on disk, of each tenant
     longest_wait_s: float = 120.0  # of a request, when nothing fails
@@ -120,20 +121,18 @@ class Simulation:
     def _patches(self, folder: Path) -> ExitStack:
         """Virtual parts in the place of real ones, and sizes to the scale of blocks of a few bytes."""
         clock, stack = self.clock, ExitStack()
-        delay_s = lambda: self.rng.uniform(0.0, 2.0) * self.config.index_s  # noqa: E731
         threads = SimpleNamespace(
-            RLock=nullcontext, Condition=lambda *_: Condition(clock),
-            Thread=lambda **named: Thread(clock, delay_s, **named), current_thread=lambda: None,
-        )  # fmt: skip
+            RLock=nullcontext, Condition=lambda *_: Condition(clock), Thread=Thread, current_thread=lambda: None
+        )
         self.directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
         parts = {
-            "Arena": self._make_arena, "CpuTier": self._make_cpu, "DiskTier": self._make_disk, "IoQueue": self._make_io,
+            "Arena": self._make_arena, "CpuTier": self._make_cpu, "IoQueue": self._make_io,
             "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
         time, threading = {"time": clock.module}, {"threading": threads}
         virtual = {
             assembly: parts, progress: time | threading, housekeeping: time | threading, history: time, tiered: time,
-            "kvstore.disk.io_queue": time, "kvstore.store.disk_contents": threading,
+            "kvstore.disk.io_queue": time,
             "kvstore.store.write_back": {"PAGE_BYTES": PAGE_BYTES, "MAX_QUEUED_BYTES": self.config.max_queued_bytes},
             "kvstore.policy.planner": {"ASSUMED_READ_RATE": self.book.block_bytes / 0.005, "LEAST_CHUNK_TOKENS": 16},
             "os": {"urandom": lambda count: b"s" * count},
@@ -151,9 +150,12 @@ class Simulation:
         self.cpu = cpu.watch(self.arena, self.counts_of_store, self.may_fail)
         return self.cpu
 
-    def _make_disk(self, directory, capacity_bytes, codec, itemsize) -> Disk:
+    def _open_disk(self, capacity_bytes: int) -> SimpleNamespace:
+        """Stands for an `OpeningDisk`."""
         faults, counts = self.config.faults, self.counts_of_store
-        return Disk(self.platter, capacity_bytes, self.book, self.clock, faults, self.rng, self.weather, counts)
+        disk = Disk(self.platter, capacity_bytes, self.book, self.clock, faults, self.rng, self.weather, counts)
+        opened = OpenDisk(disk, DiskIndex.build(disk.scan(), self.clock.module.time), [])
+        return SimpleNamespace(directory=self.directory, join=lambda itemsize: opened, close=lambda: None)
 
     def _make_io(self, disk, on_progress, batch_bytes) -> VirtualIo:
         queue = VirtualIo(None, on_progress, 0, batch_bytes=batch_bytes)
@@ -179,7 +181,7 @@ class Simulation:
         least_arena_blocks = 2 * config.seqs + -(-config.window // config.block_size)
         self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_arena_blocks,
-            config.hbm_blocks, config.eviction, self.directory if config.disk_blocks else None,
+            config.hbm_blocks, config.eviction, self._open_disk(int(tiers.disk)) if config.disk_blocks else None,
         )  # fmt: skip
         self.store = self.connector.parts.store
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
@@ -231,16 +233,10 @@ class Simulation:
         self.counts_of_store["loads taken"] += num_tokens // self.config.block_size
 
     def _watch_orders(self) -> None:
-        self._watched_index: object = None
         checks.watch_order(self, self.pool.tree, self.pool.block_id)
         checks.watch_order(self, self.cpu.pool.tree, self.cpu.pool.block_id)
-
-    def _watch_index(self) -> None:
-        """The disk's order begins anew with each index."""
-        index = None if self.store.disk is None else self.store.disk.contents.index
-        if index is not None and index is not self._watched_index:
-            self._watched_index = index
-            checks.watch_order(self, index._tree, lambda block_id: block_id)
+        if self.store.disk is not None:
+            checks.watch_order(self, self.store.disk.contents.index._tree, lambda block_id: block_id)
 
     def restart(self, crash: bool) -> None:
         """The process ends, in whatever it is doing, and comes back."""
@@ -344,7 +340,6 @@ class Simulation:
         self._num_steps += 1
         if self._num_steps % 16 == 0:
             checks.check_always(self)
-        self._watch_index()
         self._wait_if_stuck(has_computed)
 
     def _take_in(self, output: SchedulerOutput, result: StepResult) -> None:
@@ -444,7 +439,7 @@ class Simulation:
         if self.connector.parts.progress.num != self._seen_progress:
             self._seen_progress, self._round_s = self.connector.parts.progress.num, 0.25
             self._round_at_s = min(self._round_at_s, clock.now_s + 0.05)
-        is_settled = self.store.is_idle and not self.store.prefetcher.hints and not self._index_is_loading
+        is_settled = self.store.is_idle and not self.store.prefetcher.hints
         if is_settled:
             self._unsettled_since_s = clock.now_s
         assert clock.now_s - self._unsettled_since_s < HOUR_S, f"work in flight for ever: {checks.in_flight(self)}"
@@ -467,10 +462,6 @@ class Simulation:
             clock.advance_to(min(clock.people.next_s, clock.io.next_s, self._round_at_s))
         self._last_scheduled_s = clock.now_s
         return True
-
-    @property
-    def _index_is_loading(self) -> bool:
-        return self.store.disk is not None and self.store.disk.contents.index is None
 
     def _keep_house(self) -> None:
         """A round of the connector's own thread."""

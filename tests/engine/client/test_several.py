@@ -205,7 +205,6 @@ def test_a_pin_keeps_a_conversation_on_the_disk(model, tmp_path):
     """CPU tiers and disk are far too small for the others."""
     tiers = CacheTiers("4MiB", "1MiB", "4MiB", tmp_path / "store")
     with Engine(model, tiers, device="cpu", load="always", data_parallel_size=2, process="own") as two:
-        wait_until(lambda: two.stats()["disk"]["index_loaded"], "the index")
         two.chat("kept").send("Hello, who are you? Tell me about this and that.", SHORT)
         two.flush()
         two.admin.pin("kept", 3600)

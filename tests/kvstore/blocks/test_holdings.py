@@ -24,10 +24,7 @@ def chain(length: int, first: int = 0, tenant: str = "", root: bytes | None = No
 
 
 def opened(*on_disk: BlockRecord) -> Holdings:
-    holdings = Holdings(ROOTS.__getitem__)
-    holdings.found_on_disk(on_disk)
-    holdings.disk_is_known()
-    return holdings
+    return Holdings(ROOTS.__getitem__, on_disk)
 
 
 def told(holdings: Holdings) -> list[tuple[bytes, int, int]]:
@@ -68,29 +65,10 @@ def test_a_salted_chain_and_a_splice_are_not_told_nor_what_is_built_on_them():
 def test_the_disk_is_told_from_its_roots_whatever_the_order_of_the_scan():
     records = [*chain(50), *chain(50, first=100), *chain(50, first=200, tenant="ada")]
     mixed = random.Random(1).sample(records, len(records))
-    holdings = Holdings(ROOTS.__getitem__)
-    below = record(records[49].block_id, 77)
-    holdings.stored_record(Place.HBM, below)  # computed before its parent was found on disk
-    holdings.found_on_disk(mixed)
-    holdings.disk_is_known()
-    order = [one for one, *_ in told(holdings)]
-    assert set(order) == {one.block_id for one in (*records, below)}
+    order = [one for one, *_ in told(opened(*mixed))]
+    assert set(order) == {one.block_id for one in records}
     place = {block_id: index for index, block_id in enumerate(order)}
     assert all(one.parent_id in ROOTS.values() or place[one.parent_id] < place[one.block_id] for one in records)
-    assert place[records[49].block_id] < place[below.block_id]
-
-
-def test_what_left_the_disk_during_the_scan_is_not_found_there():
-    holdings, (one, two) = Holdings(ROOTS.__getitem__), chain(2)
-    holdings.gone(Place.DISK, two.block_id)
-    holdings.found_on_disk([one, two])
-    holdings.disk_is_known()
-    assert [block_id for block_id, *_ in told(holdings)] == [one.block_id]
-    again = Holdings(ROOTS.__getitem__)
-    again.emptied(Place.DISK)  # the file was put aside: what a scan still reads of it is not there
-    again.found_on_disk([one, two])
-    again.disk_is_known()
-    assert told(again) == []
 
 
 def test_a_tier_that_is_emptied_is_told_of_each_block():

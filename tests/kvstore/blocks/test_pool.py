@@ -44,7 +44,7 @@ FAULTS = {
     "a negative count": lambda pool: pool._ref_counts.__setitem__(4, -1),
     "a free block that is not in the free list": lambda pool: pool._blank.pop(5),
     "a cached block that is not to be next": lambda pool: pool.tree._unowned.pop(2),
-    "a block that the order does not know": lambda pool: pool.tree.links.keys.discard(0),
+    "a block that the order does not know": lambda pool: pool.tree.links.parents.pop(0),
     "a used block in the free list": lambda pool: pool._blank.__setitem__(1, None),
     "an id that leads to another block": lambda pool: pool._by_id.__setitem__(name(0), 1),
     "an id that leads nowhere": lambda pool: pool._by_id.pop(name(2)),

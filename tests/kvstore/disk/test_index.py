@@ -4,6 +4,7 @@ import hashlib
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.policy.conversation import Conversation
@@ -110,8 +111,8 @@ def test_whatever_changes_sums_and_order_agree_and_what_goes_was_a_leaf(seed):
 
 def test_leaves_found_at_a_start_become_conversations_in_the_order_of_last_use():
     entries = [entry("s0", "root", used_s=1), entry("a0", "s0", used_s=9), entry("b0", "s0", used_s=4)]
-    index = DiskIndex.build([entries], order=oldest())
-    found = index.name_conversations()
+    index = DiskIndex.build([entries])
+    found = index.name_conversations(oldest())
     index.check_integrity()
     assert [(names([leaf])[0], one.used_s) for leaf, one in found] == [("b0", 4), ("a0", 9)]
     assert all(one.number < 0 and one.use < 0 for _, one in found), "older than what comes"
@@ -119,7 +120,8 @@ def test_leaves_found_at_a_start_become_conversations_in_the_order_of_last_use()
 
 
 def test_a_written_block_belongs_to_its_conversation():
-    index = DiskIndex(order=oldest())
+    index = DiskIndex()
+    assert index.name_conversations(oldest()) == []
     old, young = (Conversation(number, 0, 0.0, 0.0, use=number) for number in (1, 2))
     for name, parent, who in (("a0", "root", young), ("a1", "a0", young), ("b0", "root", old)):
         index.add(entry(name, parent), who)
@@ -128,7 +130,7 @@ def test_a_written_block_belongs_to_its_conversation():
 
 
 def of_tenant(name: str, parent: str, tenant: str, size: int = 10) -> IndexEntry:
-    return entry(name, parent, size)._replace(tenant=tenant)
+    return replace(entry(name, parent, size), tenant=tenant)
 
 
 def test_bytes_are_counted_by_tenant():

@@ -50,7 +50,7 @@ class Tier:
         for _ in range(num_blocks):
             self.tree.remove(self.tree.next())
         self.tree.check_integrity()
-        return set(self.tree.links.keys)
+        return set(self.tree.links.parents)
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "return"])

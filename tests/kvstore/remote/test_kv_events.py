@@ -27,7 +27,7 @@ class Server:
 
     def __init__(self, on_disk=(), endpoint: str | None = None, **options) -> None:
         self.endpoint = endpoint or free_endpoint()
-        self.holdings = Holdings(root_of, lambda: iter([list(on_disk)]))
+        self.holdings = Holdings(root_of, on_disk)
         self.events = KVEvents(self.endpoint, TOPIC, **{"picture_every_s": 0.0, **options})
 
     def __enter__(self):

@@ -8,7 +8,8 @@ import pytest
 from kvstore.blocks.records import ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
-from kvstore.owned_disk import OwnedDisk
+from kvstore.disk.opening import OpeningDisk
+from kvstore.owned_disk import OwnedDisk, owner_folder
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.names import BlockNames, FleetSecret
 from kvstore.remote.object_address import parse_object_url
@@ -60,7 +61,8 @@ def place_of(request, tmp_path, bucket_named):
         def make(kind: str) -> Place:
             if kind == "owned":
                 directory = ends.enter_context(StoreDirectory.open(tmp_path / "store"))
-                disk = OwnedDisk(directory, CacheTiers(disk=32 << 20, path=tmp_path / "store"), "lru")
+                tiers = CacheTiers(disk=32 << 20, path=tmp_path / "store")
+                disk = OwnedDisk(OpeningDisk(directory.share(), 32 << 20), owner_folder(), tiers, "lru")
                 ends.callback(disk.close)
                 place = Place(lambda names: OwnedBlocks(disk.path))
             else:

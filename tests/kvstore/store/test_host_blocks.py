@@ -7,8 +7,8 @@ import pytest
 from kvstore.blocks.keys import Namespace
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import IoQueue
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
-from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
@@ -24,12 +24,12 @@ def names_and_store(tmp_path):
     directory = StoreDirectory.open(tmp_path / "store", name="test")
     names = Namespace(directory.secret, b"namespace", label("test"))
     steering = Steering("return", time.time, {"disk": 100})
-    disk = DiskTier(directory, 8 << 20)
-    io = IoQueue(disk, lambda: None, batch_wait_s=3600.0)
+    opening = OpeningDisk(directory, 8 << 20)
+    disk = opening.join()
+    io = IoQueue(disk.tier, lambda: None, batch_wait_s=3600.0)
     yield names, HostBlocks(disk, io, steering, Planner(1, 1), StoreStats(), time.time, {names.root})
     assert io.close(TIMEOUT_S)
-    disk.close()
-    directory.close()
+    opening.close()
 
 
 def test_when_the_last_request_ends_its_writes_wait_for_no_others(names_and_store):

@@ -1,4 +1,4 @@
-"""What the store does when something unforeseen goes wrong, what it forgets, what it does without its index; and the
+"""What the store does when something unforeseen goes wrong, what it forgets, how a start waits for its index; and the
 connector of a step that is cut off, or of a store that is closed.
 """
 
@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import pytest
 from msgspec.structs import replace
 
-from kvstore.blocks.records import Evict
 from kvstore.connector import NullConnector
 from kvstore.disk.format import WriteError
 from kvstore.disk.tier import DiskTier, WriteOutcome
+from kvstore.engine.client import local
+from kvstore.engine.progress import told_to
 from kvstore.errors import StoreError
 from kvstore.store.saving import StepTransfers
 from kvstore.store.tiered import TieredConnector
@@ -28,7 +29,7 @@ from tests.support.engines import (
     settle,
     tokens,
 )
-from tests.support.faults import disk_that, stuck_disk
+from tests.support.faults import before_each, disk_that, fail, stuck_disk
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 BLOCKS = 6  # of a prompt of 100 tokens
@@ -52,7 +53,6 @@ def test_use_in_a_session_that_writes_nothing_is_remembered(model, tmp_path):
         ask(engine, tokens(1, 100))
     with open_engine(model, tmp_path / "store") as engine:
         before = last_use(engine)
-        wait_until(lambda: engine.stats()["disk"]["index_loaded"])
         time.sleep(0.2)
         assert cached(ask(engine, tokens(1, 100), 2))[2] == 96
     with open_engine(model, tmp_path / "store") as engine:
@@ -160,75 +160,71 @@ def stored(model, tmp_path):
 
 
 @contextmanager
-def slow_scan(change=lambda batches: batches) -> Iterator[threading.Event]:
+def scan_in_parts(fault=lambda: None) -> Iterator[threading.Event]:
+    """The index comes in two parts, the second one when the event is set, with a fault."""
     go, scan = threading.Event(), DiskTier.scan
 
     def slow(disk):
-        batches = list(scan(disk))
-        if threading.current_thread().name == "kvstore-index":
-            go.wait(TIMEOUT_S)
-        yield from change(batches)
+        entries = [entry for batch in scan(disk) for entry in batch]
+        if threading.current_thread().name != "kvstore-index":
+            return (yield entries)
+        yield entries[:4]
+        go.wait(TIMEOUT_S)
+        fault()
+        yield entries[4:]
 
     with disk_that(scan=slow):
         yield go
 
 
-def test_a_deletion_before_the_index_is_loaded_holds_nobody_up_and_takes_what_is_below(model, stored):
-    (path, chain), found = stored, []
-    with slow_scan() as go, open_engine(model, path) as engine:
-        forgetting = threading.Thread(
-            target=lambda: found.append(engine.connector.upkeep.forget(chain[1:2], TIMEOUT_S))
-        )
-        forgetting.start()
-        evicting = threading.Thread(target=lambda: found.append(engine.connector.upkeep.evict(Evict(dry_run=True))))
-        evicting.start()
-        wait_until(lambda: counters(engine)["forgotten"] == 1)
-        assert cached(ask(engine, tokens(11, 40)))[2] == 16, "steps go on, and the block is gone"
-        go.set()
-        forgetting.join()
-        evicting.join()
-        assert (frozenset(chain[1:]), True) in found and len(found) == 2
-        settle(engine)
-        assert chain[0] in on_disk(engine)
+def test_a_start_waits_for_the_index_says_how_far_it_is_and_knows_all_of_it(model, stored):
+    (path, chain), said = stored, []
+    with scan_in_parts() as go, told_to(lambda line: said.append(line) or (": 4 of 6 blocks" in line and go.set())):
+        engine = open_engine(model, path)
+    with engine:
+        assert go.is_set() and said[-1].startswith("reading the index of ") and said[-1].endswith(": 4 of 6 blocks")
+        assert engine.stats()["disk"]["blocks"] == BLOCKS
+        dropped, is_gone = engine.connector.upkeep.forget(chain[4:5], TIMEOUT_S)
+        assert (dropped, is_gone) == (frozenset(chain[4:]), True), "also what is below"
+        assert cached(ask(engine, tokens(11, 100)))[2] == 64
 
 
-def test_what_is_below_blocks_lost_before_the_index_is_loaded_goes_though_their_head_is_written_again(model, stored):
+def test_an_index_that_cannot_be_read_to_its_end_is_counted_and_the_rest_is_stored_again(model, stored):
     path, chain = stored
-    with slow_scan() as go, open_engine(model, path) as engine:
-        with engine.connector.parts.lock:  # as when the second block was damaged after the third had been read
-            engine.connector.parts.store.disk.space.delete_tree(chain[1], chain[2:3])
-        wait_until(lambda: not engine.connector.parts.disk.contains(chain[1]))
-        ask(engine, tokens(11, 40))
-        wait_until(lambda: engine.connector.parts.disk.contains(chain[1]))
+    with scan_in_parts(fail) as go:
         go.set()
-        wait_until(lambda: on_disk(engine) == set(chain[:2]))
+        engine = open_engine(model, path)
+    with engine:
+        disk = engine.stats()["disk"]
+        assert (disk["failures"], disk["blocks"], disk["broken"]) == ({"scan": 1}, 4, False)
+        ask(engine, tokens(11, 100))
         settle(engine)
-
-
-def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored):
-    def fail(_):
-        raise ValueError("unforeseen")
-
-    with slow_scan(fail) as go, open_engine(model, stored[0]) as engine:
-        go.set()
-        wait_until(lambda: engine.stats()["disk"]["index_loaded"])
-        assert counters(engine)["housekeeping_errors"] == 1
-        ask(engine, tokens(12, 100))
-        settle(engine)
-        disk = engine.connector.parts.store.disk
-        assert not disk.contents._journal and not disk.contents._early_touches
+        assert engine.stats()["disk"]["blocks"] == BLOCKS and on_disk(engine) == set(chain)
 
 
 @pytest.mark.filterwarnings("ignore:.*is damaged")
-def test_an_index_of_a_file_that_was_put_aside_is_dropped(model, stored):
-    with slow_scan() as go, open_engine(model, stored[0]) as engine:
-        engine.connector.parts.disk.file.broken = True
-        wait_until(lambda: not engine.connector.parts.disk.file.broken)
-        go.set()
-        wait_until(lambda: all(one.name != "kvstore-index" for one in threading.enumerate()), "the index is read")
+def test_a_file_that_turns_out_to_be_damaged_while_its_index_is_read_is_put_aside(model, stored):
+    scan = DiskTier.scan
+
+    def broken(disk):
+        yield from scan(disk)
+        disk.file.broken = True
+
+    with disk_that(scan=broken):
+        engine = open_engine(model, stored[0])
+    with engine:
+        assert cached(ask(engine, tokens(11, 100)))[2] == 0 and counters(engine)["read_failures"] == {}
         settle(engine)
-        assert engine.stats()["disk"]["blocks"] == 0
-        assert cached(ask(engine, tokens(11, 100)))[2] == 0
+        assert engine.stats()["disk"]["blocks"] == BLOCKS and len(list(stored[0].glob("quarantine-*"))) == 1
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_store_free(model, stored):
+    """Also while its index is being read."""
+    cannot = before_each(local, "open_model", lambda: go.set() or fail())
+    with scan_in_parts() as go, cannot, pytest.raises(RuntimeError, match="injected"):
+        open_engine(model, stored[0])
+    with open_engine(model, stored[0]) as engine:
+        assert engine.stats()["disk"]["blocks"] == BLOCKS
 
 
 # -- the connector ---------------------------------------------------------------------------------------------------

@@ -11,15 +11,8 @@ from tests.support.engines import (
     settle,
     tokens,
 )
-from tests.support.waiting import wait_until
 
 BLOCKS = 10  # of a prompt
-
-
-def opened(model, path, **options):
-    engine = open_engine(model, path, **options)
-    wait_until(lambda: engine.stats()["disk"]["index_loaded"])  # until then nobody is held to a limit
-    return engine
 
 
 def on_disk(engine, tenant: str) -> int:
@@ -45,11 +38,11 @@ def is_closed(engine, *tenants: str) -> bool:
 
 
 def test_a_tenant_over_its_limit_has_its_writes_refused_and_nobody_else(model, tmp_path):
-    with opened(model, tmp_path / "store") as engine:
+    with open_engine(model, tmp_path / "store") as engine:
         talk(engine, "anna", [1])
         a_block = on_disk(engine, "anna") // BLOCKS
     limit = 25 * a_block
-    with opened(model, tmp_path / "store", disk_per_tenant=limit) as engine:
+    with open_engine(model, tmp_path / "store", disk_per_tenant=limit) as engine:
         talk(engine, "anna", [2, 3, 4, 5])
         assert 24 * a_block <= on_disk(engine, "anna") <= limit
         refused = counters(engine)["refused_writes"]
@@ -63,10 +56,10 @@ def test_a_tenant_over_its_limit_has_its_writes_refused_and_nobody_else(model, t
 
 
 def test_what_goes_makes_room_for_more_of_its_tenant(model, tmp_path):
-    with opened(model, tmp_path / "store") as engine:
+    with open_engine(model, tmp_path / "store") as engine:
         talk(engine, "anna", [1])
         limit = on_disk(engine, "anna")
-    with opened(model, tmp_path / "store", disk_per_tenant=limit) as engine:
+    with open_engine(model, tmp_path / "store", disk_per_tenant=limit) as engine:
         talk(engine, "anna", [2])
         assert on_disk(engine, "anna") == limit and hit_on_disk(engine, "anna", 2) == 0
         engine.admin.evict(Evict(everything=True))
@@ -76,7 +69,7 @@ def test_what_goes_makes_room_for_more_of_its_tenant(model, tmp_path):
 
 
 def test_a_limit_of_nothing_refuses_everything(model, tmp_path):
-    with opened(model, tmp_path / "store", disk_per_tenant=0) as engine:
+    with open_engine(model, tmp_path / "store", disk_per_tenant=0) as engine:
         talk(engine, "anna", [1, 2])
         assert on_disk(engine, "anna") == 0 and counters(engine)["refused_writes"] > 0
         assert is_closed(engine, "anna") is False, "nothing is stored"
