@@ -1,49 +1,31 @@
-"""Stores the tables of sessions in LMDB or in memory: opens them, runs transactions, lets the file grow.
+"""Stores tables in LMDB or in memory: opens them, and runs transactions.
 
-Changes are committed in groups, each one synced transaction. Knows nothing of what is done to sessions. Failures are
-LMDB's or the system's own exceptions, except for an environment that cannot be opened again: that is a DegradedError.
+Knows nothing of what is done to them. Failures are LMDB's or the system's own exceptions, except for an environment
+that cannot be opened again: that is a DegradedError.
 """
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import groupby, islice
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from typing import Any, Protocol
 
 import lmdb
 
 from kvstore.config import format_size
-from kvstore.disk.check import DATA_FILE
 from kvstore.disk.env import LostFileError, StoreEnvironment
 from kvstore.disk.format import FULL_BELOW_BYTES, WriteError, free_bytes, write_error
-from kvstore.disk.live import Committer, LiveTables, Ticket, discard_copy
-from kvstore.errors import (
-    DegradedError,
-    DiskFullError,
-    KVStoreError,
-    RemoteError,
-    SessionDamagedError,
-    StoreError,
-    StoreLostError,
-)
-from kvstore.forks import leave_to_parent
-from kvstore.sessions import repair
-from kvstore.sessions.record import SessionKey
+from kvstore.disk.live import LiveTables, discard_copy
+from kvstore.errors import DegradedError, DiskFullError
 from kvstore.sessions.sharing import Alone, Sharing
-from kvstore.sessions.tables import TABLES, Place, StaleViewError, View
+from kvstore.sessions.tables import Place, View
 
-FIRST_MAP_BYTES = 64 << 20
-T = TypeVar("T")
-MAX_QUEUE = 256  # tickets waiting for the next group
-MAX_RETRIES = 20  # of one group: each doubles the map
-GIVE_WAY_S, MOST_GIVE_WAY_S = 0.001, 0.1  # before the second try after another server was faster; doubled with each
 IO_ERRORS = (lmdb.Error, OSError, MemoryError)
+ENTRY_BYTES = 200  # what a record in memory takes beside its bytes
 
 
 class Storage(Protocol):
@@ -59,18 +41,14 @@ class Storage(Protocol):
 
     def compact(self) -> None: ...
 
-    def grow(self) -> None: ...
-
     def reopen(self) -> None: ...
 
     def is_lost(self) -> bool: ...
 
-    def num_bytes(self) -> int: ...
-
     def close(self) -> None: ...
 
 
-class _LmdbView:
+class DiskView:
     def __init__(self, txn: Any, handles: dict[str, Any]) -> None:
         self._txn, self._handles = txn, handles
 
@@ -86,6 +64,10 @@ class _LmdbView:
 
     def count(self, table: str) -> int:
         return int(self._txn.stat(self._handles[table])["entries"])
+
+    def num_bytes(self) -> int:
+        stats = map(self._txn.stat, self._handles.values())
+        return sum(s["psize"] * (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
 
     def scan(
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
@@ -109,7 +91,7 @@ class _LmdbView:
 
 
 @dataclass(frozen=True, slots=True)
-class _SessionTables:
+class _Opened:
     """handles: of the tables by their names."""
 
     env: StoreEnvironment
@@ -117,29 +99,33 @@ class _SessionTables:
 
 
 class DiskTables:
-    """The tables in LMDB. One thread writes, grows, compacts and reopens them; any thread may read."""
+    """The tables of these names in LMDB. One thread writes, compacts and reopens them; any thread may read.
+
+    open_environment: called at the start, after `compact` and after a fatal error of LMDB, each time after the previous
+    environment was closed; it must allow as many named databases. Raises whatever it raises.
+    """
 
     sharing: Sharing = Alone()
 
-    def __init__(self, open_environment: Callable[[], StoreEnvironment]) -> None:
-        self._open_environment = open_environment
+    def __init__(self, open_environment: Callable[[], StoreEnvironment], names: Sequence[str]) -> None:
+        self._open_environment, self._names = open_environment, names
         self._live = LiveTables(self._open)
         with self._opened() as opened:
             self._path = opened.env.directory
         discard_copy(self._path)
         self._is_closed = False
 
-    def _open(self) -> _SessionTables:
+    def _open(self) -> _Opened:
         env = self._open_environment()
         with ExitStack() as undo:
             undo.callback(env.close)
             with env.begin(write=True) as txn:
-                handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
+                handles = {name: env.open_db(name.encode(), txn=txn) for name in self._names}
             undo.pop_all()
-        return _SessionTables(env, handles)
+        return _Opened(env, handles)
 
     @contextmanager
-    def _opened(self) -> Iterator[_SessionTables]:
+    def _opened(self) -> Iterator[_Opened]:
         """The open tables. If opening them failed the last time, it is tried again: the disk may be well by now."""
         with self._live as opened:
             if opened is not None:
@@ -149,25 +135,25 @@ class DiskTables:
             self._open_again()
         with self._live as opened:
             if opened is None:
-                raise DegradedError("the sessions' file could not be opened again: look at its disk, then restart")
+                raise DegradedError(f"the {self._path.name} cannot be opened again: look at their disk, then restart")
             yield opened
 
     def _open_again(self) -> None:
         if self._is_closed:
-            raise DegradedError("the session store is closed")
+            raise DegradedError(f"the {self._path.name} are closed")
         self._live.open()
 
     @contextmanager
     def read(self) -> Iterator[View]:
         with self._opened() as opened, opened.env.begin() as txn:
-            yield _LmdbView(txn, opened.handles)
+            yield DiskView(txn, opened.handles)
 
     @contextmanager
     def write(self) -> Iterator[View]:
         with self._opened() as opened:
             try:
                 with opened.env.begin(write=True) as txn:
-                    yield _LmdbView(txn, opened.handles)
+                    yield DiskView(txn, opened.handles)
             except LostFileError:
                 raise
             except (lmdb.Error, OSError) as error:
@@ -183,12 +169,6 @@ class DiskTables:
         with self._live as opened:
             return opened is not None and opened.env.loss() is not None
 
-    def grow(self) -> None:
-        with self._opened() as opened:
-            env = opened.env
-        with self._live.alone():
-            env.set_mapsize(2 * env.info()["map_size"])
-
     def reopen(self) -> None:
         """After LMDB gave the environment up: a failed write of its meta page."""
         with self._live.alone():
@@ -202,12 +182,6 @@ class DiskTables:
         with self._opened() as opened:
             pass  # stays open: only this thread closes it
         self._live.compact(opened.env, opened.handles)
-
-    def num_bytes(self) -> int:
-        try:
-            return (self._path / DATA_FILE).stat().st_size
-        except FileNotFoundError:  # somebody removed it
-            return 0
 
     def close(self) -> None:
         self._is_closed = True
@@ -225,8 +199,9 @@ class MemoryTables:
 
     sharing: Sharing = Alone()
 
-    def __init__(self) -> None:
-        self._tables = {name: _MemoryTable() for name in TABLES}
+    def __init__(self, names: Sequence[str]) -> None:
+        self._tables = {name: _MemoryTable() for name in names}
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     @contextmanager
@@ -240,18 +215,24 @@ class MemoryTables:
         return self._tables[table].values.get(key)
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
+        self.delete(table, key)
         it = self._tables[table]
-        if key not in it.values:
-            insort(it.keys, key)
+        insort(it.keys, key)
         it.values[key] = value
+        self._num_bytes += len(key) + len(value) + ENTRY_BYTES
 
     def delete(self, table: str, key: bytes) -> None:
         it = self._tables[table]
-        if it.values.pop(key, None) is not None:
+        value = it.values.pop(key, None)
+        if value is not None:
             del it.keys[bisect_left(it.keys, key)]
+            self._num_bytes -= len(key) + len(value) + ENTRY_BYTES
 
     def count(self, table: str) -> int:
         return len(self._tables[table].keys)
+
+    def num_bytes(self) -> int:
+        return self._num_bytes
 
     def scan(
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
@@ -273,161 +254,7 @@ class MemoryTables:
     def compact(self) -> None:
         """There is no file."""
 
-    grow = reopen = close = compact
+    reopen = close = compact
 
     def is_lost(self) -> bool:
         return False
-
-    def num_bytes(self) -> int:
-        return sum(len(k) + len(v) for it in self._tables.values() for k, v in it.values.items())
-
-
-class SessionTransactions:
-    """Any thread may call it, but none in a forked child.
-
-    damaged: numbers of the sessions in which damage was found. then: called in the committing thread after each group,
-    with the outcomes of its changes.
-    """
-
-    def __init__(self, storage: Storage, then: Callable[[Sequence[object]], None] | None = None) -> None:
-        self.storage = storage
-        self.damaged: frozenset[int] = frozenset()
-        self._then = then
-        self._is_closed = False
-        self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "largest_group"), 0)
-        self._last_failure: str | None = None
-        self._committer = Committer("the session store", self._commit, MAX_QUEUE)
-        leave_to_parent(self, "the session store")
-
-    def read(self, work: Callable[[View], T], key: SessionKey | None = None) -> T:
-        """Run `work` in one snapshot. key: see `submit`. Raises StoreError."""
-        explained = self._explaining(work, key)
-        if self._is_closed:
-            raise StoreError("the session store is closed")
-        for number in range(MAX_RETRIES):
-            try:
-                with self.storage.read() as view:
-                    return explained(view)
-            except StaleViewError:
-                _give_way(number)
-            except IO_ERRORS as error:
-                raise StoreError(f"the session store cannot be read: {error}") from error
-        raise StoreError("the session store cannot be read: other servers change all the time what is read")
-
-    def submit(self, work: Callable[[View], T], key: SessionKey | None = None) -> Ticket[T]:
-        """Queue a change; changes are carried out in order. Blocks only while MAX_QUEUE of them wait.
-
-        key: of the session that is changed. If it turns out to be damaged, that is noted, and the error says what is
-        whole.
-        """
-        return self._committer.submit(self._explaining(work, key))
-
-    def compact(self) -> None:
-        """Rewrite the file without what was deleted. Returns when it is done; needs the file's size in free space."""
-        self._committer.submit(None).wait()
-
-    def stats(self) -> dict[str, object]:
-        now = {"queued": self._committer.num_queued, "lost": int(self.storage.is_lost())}
-        return {**self._counts, **now, "last_failure": self._last_failure}
-
-    def close(self) -> None:
-        """Carry out what is queued, sync and close. Calling it again does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._committer.close()
-        try:
-            self.storage.close()
-        except IO_ERRORS as error:
-            raise DegradedError(f"the session store cannot be closed in order: {error}") from error
-
-    def _explaining(self, work: Callable[[View], T], key: SessionKey | None) -> Callable[[View], T]:
-        """The same work; if it finds damage, that is noted, and the error says what is whole and what can be done."""
-        if key is None:
-            return work
-
-        def explaining(view: View) -> T:
-            try:
-                return work(view)
-            except SessionDamagedError as error:
-                with suppress(StoreError):
-                    found = repair.remains(view, key)
-                    self.damaged |= set() if found is None else {found.number}
-                    error = repair.explained(error, key, found)
-                raise error from None
-
-        return explaining
-
-    # -- the thread that commits -------------------------------------------------------------------------------------
-    def _commit(self, group: Sequence[Ticket[Any]]) -> None:
-        """Commit the group in one transaction; a compaction splits it into those before and those after."""
-        for _, part in groupby(group, key=lambda ticket: ticket if ticket.change is None else None):
-            some = list(part)
-            for ticket, outcome in zip(some, self._outcomes(some), strict=True):
-                ticket.finish(outcome)
-
-    def _outcomes(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
-        """The outcome of each ticket: a durable result, or a KVStoreError."""
-        self._counts["largest_group"] = max(self._counts["largest_group"], len(group))
-        try:
-            outcomes = self._transact(group)
-        except LostFileError as error:
-            self._note_failure(error, len(group))
-            return [StoreLostError(f"not stored: {error}")] * len(group)
-        except (RemoteError, StoreLostError) as error:
-            self._note_failure(error, len(group))
-            return [type(error)(f"not stored: {error}")] * len(group)
-        except (*IO_ERRORS, StoreError) as error:  # StoreError: the file may refuse to be opened again
-            if len(group) > 1:
-                # One may be what the others failed for: too large for the disk, or on a damaged page.
-                return [self._outcomes([ticket])[0] for ticket in group]
-            self._note_failure(error, 1)
-            if isinstance(error, DiskFullError):
-                return [DiskFullError(f"this was not stored: {error}; free some space and try again")]
-            return [DegradedError(f"not stored, the session store's disk failed ({error}): free space and try again")]
-        num_refused = sum(isinstance(outcome, KVStoreError) for outcome in outcomes)
-        self._counts["commits"] += 1
-        self._counts["refused"] += num_refused
-        self._counts["committed"] += len(outcomes) - num_refused
-        if self._then is not None:
-            self._then(outcomes)
-        return outcomes
-
-    def _note_failure(self, error: Exception, num_changes: int) -> None:
-        self._counts["failed"] += num_changes
-        self._last_failure = str(error)
-
-    def _transact(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
-        is_stale = False
-        for number in range(MAX_RETRIES):
-            try:
-                if group[0].change is None:
-                    self.storage.compact()
-                    return [None]
-                with self.storage.write() as view:
-                    return [_outcome(view, ticket) for ticket in group]
-            except lmdb.MapFullError:
-                self.storage.grow()
-                self._counts["grown"] += 1
-            except lmdb.PanicError:
-                self.storage.reopen()
-            except StaleViewError:
-                is_stale = True
-                _give_way(number)
-        if is_stale:
-            raise RemoteError("other servers change all the time what is written")
-        raise DegradedError(f"it could not be written in {MAX_RETRIES} tries")
-
-
-def _give_way(number: int) -> None:
-    """Wait before the next try, for as long as chance says: servers that come again at once meet again."""
-    time.sleep(random.uniform(0.0, min(GIVE_WAY_S * 2 ** min(number, 10), MOST_GIVE_WAY_S)))
-
-
-def _outcome(view: View, ticket: Ticket[Any]) -> object:
-    try:
-        return ticket.change(view)
-    except RemoteError:
-        raise
-    except KVStoreError as error:
-        return error  # it has written nothing: the others of the group go on
