@@ -21,9 +21,9 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.disk.records import pack, seal, stored, unseal
 from kvstore.errors import StoreError
-from kvstore.sessions.storage import IO_ERRORS, DiskTables, MemoryTables, Storage
+from kvstore.sessions.memory import MemoryTables
+from kvstore.sessions.storage import IO_ERRORS, MAX_QUEUE, DiskTables, Storage, Ticket, Transactions
 from kvstore.sessions.tables import View, be64
-from kvstore.sessions.transactions import MAX_QUEUE, Ticket, Transactions
 
 ANSWERS = "answers"  # number -> StoredAnswer; the oldest is the first
 NUMBERS = "numbers"  # key -> number

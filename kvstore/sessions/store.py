@@ -1,7 +1,7 @@
 """Sessions that survive: turns, forks and deletions of sessions by their keys.
 
-What a transaction does is in `tables`, how it is carried out in `transactions`, what is stored in `record`, where in
-`storage`. Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
+What a transaction does is in `tables`, how it is carried out, and where, in `storage`, what is stored in `record`.
+Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.errors import SessionDamagedError, StoreError
 from kvstore.sessions import remains, tables
 from kvstore.sessions.marker import SessionMarker
+from kvstore.sessions.memory import MemoryTables
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim, Sharing
-from kvstore.sessions.storage import IO_ERRORS, DiskTables, MemoryTables, Storage
+from kvstore.sessions.storage import IO_ERRORS, DiskTables, Storage, Ticket, Transactions
 from kvstore.sessions.tables import TABLES, View
-from kvstore.sessions.transactions import Ticket, Transactions
 from kvstore.sessions.upkeep import SessionUpkeep
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from kvstore.sessions.check import CheckReport, mend
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.remains import Damage
+from kvstore.sessions.storage import Ticket, Transactions
 from kvstore.sessions.tables import View
-from kvstore.sessions.transactions import Ticket, Transactions
 
 SHOWN = {  # among the counts, by table
     "sessions": tables.HEADS, "turns": tables.TURNS, "refs": tables.REFS, "pending_deletions": tables.TOMBSTONES,

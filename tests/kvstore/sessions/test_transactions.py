@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from kvstore.errors import DegradedError, StoreError
-from kvstore.sessions import transactions as module
+from kvstore.sessions import storage as module
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.storage import DiskTables
+from kvstore.sessions.storage import DiskTables, Transactions
 from kvstore.sessions.tables import COUNTERS, TABLES
-from kvstore.sessions.transactions import Transactions
 from tests.children.session_child import TENANT, content, expected, open_file, talk
 from tests.support.faults import constants, largest_file
 from tests.support.waiting import TIMEOUT_S, wait_until

@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import ConfigError, RemoteError, StoreError, StoreLostError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient
-from kvstore.sessions import transactions
+from kvstore.sessions import storage as transactions
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared import server as session_server
 from kvstore.sessions.shared import storage as session_storage
