@@ -123,7 +123,8 @@ class Admin:
         self._client.check_open()
         key, new_key = SessionKey(tenant, session_id), SessionKey(tenant, new_id)
         with suppress(SessionDamagedError):
-            self.expire(key)
+            if self._is_over(key):
+                self.expire(key)
         return self._sessions.fork(key, turn, new_key, is_version).wait()
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
