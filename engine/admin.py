@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, repaired, session_info, transcript
+from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, ReadStats, VerifyBlocks
@@ -27,13 +27,12 @@ from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
     RequestError,
-    SessionBusyError,
+    SessionDamagedError,
     SessionNotFoundError,
     StoreError,
 )
 from kvstore.sessions.answers import AnswerStore, owner_tag
 from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
-from kvstore.sessions.repair import Repaired
 
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
@@ -113,22 +112,20 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         return num_blocks
 
-    def repair_session(self, session_id: str, tenant: str = "") -> Repaired:
-        """Repair a damaged session: it keeps its intact turns from the beginning, and the rest is set aside in it.
+    def fork_session(
+        self, session_id: str, turn: int | None, new_id: str, tenant: str = "", is_version: bool = False
+    ) -> SessionHead:
+        """Begin another session with turns 1 to `turn` (None: all) of this one, which may be damaged behind them.
 
-        Raises RequestError if there is no such session, or if a turn of it runs, and StoreError.
+        is_version: see `Parent`. Raises RequestError if there is no such session or turn, and StoreError if the new id
+        is taken or one of these turns is damaged.
         """
         self._client.check_open()
-        key = SessionKey(tenant, session_id)
-        if self._chats.claims.on(key) is not None:
-            raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
-        found = self._sessions.upkeep.repair(key).wait()
-        if found is None:
-            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-        if found.tombstone is not None:
-            self._chats.drop(key)  # its state no longer matches the session
-            self._carry_out(found.tombstone, (), DELETE_TIMEOUT_S)
-        return found
+        key, new_key = SessionKey(tenant, session_id), SessionKey(tenant, new_id)
+        with suppress(SessionDamagedError):
+            if self._is_over(key):
+                self.expire(key)
+        return self._sessions.fork(key, turn, new_key, is_version).wait()
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
         """Delete one session. Returns the number of its own blocks, None if there is no session to delete."""
@@ -158,8 +155,8 @@ class Admin:
         return head is not None and head.expires_s is not None and head.expires_s <= time.time()
 
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
-        self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
-        if self._client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)):
+        is_forgotten = self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
+        if self._client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
             self._sessions.upkeep.finish_deletion(tombstone.number).wait()
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
@@ -245,7 +242,7 @@ class Admin:
         state = self._sessions.load(key)
         if state is None:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-        return transcript(state, self._sessions.upkeep.aside(key))
+        return transcript(state)
 
 
 _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
@@ -261,9 +258,6 @@ _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
         "deleted": True,
         "blocks": admin.delete_session(wanted.session.session_id, wanted.session.tenant),
     },
-    "sessions.repair": lambda admin, wanted: repaired(
-        admin.repair_session(wanted.session.session_id, wanted.session.tenant)
-    ),
     "why": lambda admin, wanted: admin.why(wanted.request_id, wanted.tenant),
     "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.upkeep.accept_loss()},
 }

@@ -80,7 +80,6 @@ class SessionStats(TypedDict):
     committed: int
     refused: int
     failed: int
-    grown: int
     largest_group: int
     queued: int
     lost: int

@@ -6,7 +6,7 @@ dicts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,6 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict
 from kvstore.errors import ConfigError
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState
-from kvstore.sessions.repair import AsideTurn, Repaired
 
 MAX_SESSIONS = 10_000  # of one list
 
@@ -42,7 +41,7 @@ class SessionName(Nothing, frozen=True, kw_only=True):
 
 
 class OneSession(Nothing, frozen=True):
-    """Arguments of `sessions.show`, `.delete` and `.repair`."""
+    """Arguments of `sessions.show` and `.delete`."""
 
     session: SessionName
 
@@ -92,7 +91,7 @@ class EvictRequest(Nothing, frozen=True, rename={"everything": "all"}):
 
 COMMANDS: dict[str, type[Nothing]] = {
     "stats": Nothing, "evict": EvictRequest, "verify": Verify, "compact": Nothing, "sessions": Sessions,
-    "sessions.show": OneSession, "sessions.delete": OneSession, "sessions.repair": OneSession,
+    "sessions.show": OneSession, "sessions.delete": OneSession,
     "sessions.accept_loss": Nothing, "why": OneRequest,
 }  # fmt: skip
 for kind in COMMANDS.values():
@@ -121,12 +120,6 @@ def session_info(head: SessionHead) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def transcript(state: SessionState, aside: Sequence[AsideTurn]) -> dict[str, Any]:
-    """A session and its whole transcript. aside: turns that a repair has set aside; messages None: unreadable."""
-    left = [{"turn": one.number, "messages": one.messages and list(one.messages)} for one in aside]
-    return {"session": session_info(state.head), "messages": state.messages, "aside": left}
-
-
-def repaired(found: Repaired) -> dict[str, Any]:
-    """repaired: False when nothing was damaged. turns: of the session now; aside: how many were set aside now."""
-    return {"repaired": found.tombstone is not None, "turns": found.head.num_turns, "aside": found.num_aside}
+def transcript(state: SessionState) -> dict[str, Any]:
+    """A session and its whole transcript."""
+    return {"session": session_info(state.head), "messages": state.messages}

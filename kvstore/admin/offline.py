@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.admin.commands import EvictRequest, Sessions, read_arguments, repaired, session_info, transcript
+from kvstore.admin.commands import EvictRequest, Sessions, read_arguments, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.disk import check as disk_check
 from kvstore.disk.check import LOCK_NAME, SECRET_NAME
@@ -90,8 +90,6 @@ class OfflineStore:
             return self.show_session(request.session.key)
         if command == "sessions":
             return self.list_sessions(request)
-        if command == "sessions.repair":
-            return self.repair_session(request.session.key)
         if command == "evict":
             return self.evict(request)
         if command == "why":
@@ -121,7 +119,7 @@ class OfflineStore:
         state = None if self.sessions is None else self.sessions.load(key)
         if state is None:
             raise _no_session(key)
-        return transcript(state, self.sessions.upkeep.aside(key) if self.sessions is not None else ())
+        return transcript(state)
 
     # -- giving up ---------------------------------------------------------------------------------------------------
     def evict(self, request: EvictRequest) -> dict[str, Any]:
@@ -150,30 +148,25 @@ class OfflineStore:
             self._carry_out(self.sessions, one)
         return {"deleted": True, "blocks": len(tombstone.block_ids)}
 
-    def repair_session(self, key: SessionKey) -> dict[str, Any]:
-        """Repair a session: its intact turns become the session; the rest is set aside."""
-        found = None if self.sessions is None else self.sessions.upkeep.repair(key).wait()
-        if self.sessions is None or found is None:
-            raise _no_session(key)
-        if found.tombstone is not None:
-            self._carry_out(self.sessions, found.tombstone)
-        return repaired(found)
+    def _forget_answers(self, key: SessionKey) -> bool:
+        """Forget the token ids by which its answers are recognised in histories that come as text. False: the disk
+        failed.
+        """
+        if not (self.directory.path / "answers").is_dir():
+            return True
+        from kvstore.sessions.answers import open_answers, owner_tag
 
-    def _forget_answers(self, key: SessionKey) -> None:
-        """Forget the token ids by which its answers are recognised in histories that come as text."""
-        if (self.directory.path / "answers").is_dir():
-            from kvstore.sessions.answers import open_answers, owner_tag
-
-            with closing(open_answers(self.directory)) as answers:
-                answers.forget_owner(owner_tag(key.tenant, key.session_id))
+        with closing(open_answers(self.directory)) as answers:
+            return answers.forget_owner(owner_tag(key.tenant, key.session_id))
 
     def _carry_out(self, sessions: SessionStore, tombstone: Tombstone) -> None:
-        self._forget_answers(tombstone.key)
+        is_forgotten = self._forget_answers(tombstone.key)
         if self.disk is not None:
             index = _index_of(self.disk)
             _delete(self.disk, _with_descendants(index, tombstone.block_ids))
             self.disk.sync()
-        sessions.upkeep.finish_deletion(tombstone.number).wait()
+        if is_forgotten:  # else the next server does it
+            sessions.upkeep.finish_deletion(tombstone.number).wait()
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
     def verify(self, delete: bool, on_progress: OnProgress | None = None) -> dict[str, Any]:

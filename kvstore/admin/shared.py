@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-from kvstore.admin.commands import read_arguments, repaired, session_info, transcript
+from kvstore.admin.commands import read_arguments, session_info, transcript
 from kvstore.errors import ConfigError, StoreError
 from kvstore.remote.address import parse_redis_url
 from kvstore.sessions.record import SessionKey
@@ -32,17 +32,13 @@ def ask_shared(url: str, command: str, arguments: dict[str, Any]) -> Mapping[str
 
 
 def _of_one(sessions: SessionStore, command: str, key: SessionKey) -> Mapping[str, Any]:
-    found: Any = None
     if command == "sessions.show":
         state = sessions.load(key)
-        found = None if state is None else transcript(state, sessions.upkeep.aside(key))
-    elif command == "sessions.delete":
-        tombstone = sessions.delete(key).wait()
-        found = None if tombstone is None else {"deleted": True, "blocks": len(tombstone.block_ids)}
+        if state is not None:
+            return transcript(state)
     else:
-        fixed = sessions.upkeep.repair(key).wait()
-        found = None if fixed is None else repaired(fixed)
-    if found is None:
-        tenant = f" of tenant {key.tenant!r}" if key.tenant else ""
-        raise StoreError(f"there is no session {key.session_id!r}{tenant} among the shared ones")
-    return dict(found)
+        tombstone = sessions.delete(key).wait()
+        if tombstone is not None:
+            return {"deleted": True, "blocks": len(tombstone.block_ids)}
+    tenant = f" of tenant {key.tenant!r}" if key.tenant else ""
+    raise StoreError(f"there is no session {key.session_id!r}{tenant} among the shared ones")

@@ -108,10 +108,6 @@ class StoreEnvironment:
     def info(self) -> dict[str, int]:
         return cast(dict[str, int], self._env.info())
 
-    def set_mapsize(self, map_bytes: int) -> None:
-        """Change the map size, only while no transaction is open."""
-        self._env.set_mapsize(map_bytes)
-
     def sync(self) -> None:
         """Make everything committed durable."""
         self._env.sync(True)

@@ -3,16 +3,17 @@
 Knows LMDB, Redis and token ids; no KV, no tier and no engine.
 
 - `answers`: token ids of answers by keyed digests, across restarts, within a bound
-- `check`: a walk over all of them
+- `check`: a walk over all of them; what leads to a whole session is made again
 - `marker`: a note beside it of which file holds the sessions
+- `memory`: tables in memory
 - `record`: what a session is, its bytes, and how turns add up
-- `repair`: finds a damaged session's intact turns, and makes them the session again
+- `remains`: what is whole of a damaged session, and forks, which go on from there
 - `shared/`: the tables in a Redis that several servers share
 - `sharing`: what concerns other servers: who may write, who must carry out a deletion
-- `storage`: where these tables are: LMDB, or memory; group commits in a thread, and reads, with all that can fail
+- `storage`: tables in LMDB; group commits in a thread, and reads, with all that can fail
 - `store`: durable sessions: turns, forks and deletions by their keys; those in memory, bounded
 - `tables`: what one transaction does with sessions
-- `upkeep`: expiry, deletions under way, repair, lost files, numbers
+- `upkeep`: expiry, deletions under way, checks, lost files, numbers
 
 Decisions:
 
@@ -25,9 +26,8 @@ tombstone with the blocks that nobody else refers to; these go from every tier, 
 
 A store of sessions is never silently replaced by an empty one. Its file has a random name, kept in it and beside it: a
 missing or different file is reported until it is back or given up. Of a damaged session the turns up to the first
-damaged one are a state; a repair gives that state a new number, so that holders of the old one are refused, and keeps
-the other records under it.
+damaged one are a state, from which a fork goes on; the session stays as it is until it is deleted.
 
-Answers are found again by keyed digests of the history before them, or of their text; no text is kept, and the
-table is bounded.
+Answers are found again by keyed digests of the history before them, or of their text; no text is kept. They are three
+more tables, in a file of their own: a cache, and bounded.
 """

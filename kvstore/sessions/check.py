@@ -1,16 +1,16 @@
-"""Checks all sessions: every record is whole, and all of its entries in other tables exist."""
+"""Checks all sessions: every record is whole, and all of its entries in other tables exist. Makes lost ones again."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import StoreError
 from kvstore.sessions import tables
-from kvstore.sessions.record import damaged, replay
-from kvstore.sessions.tables import View, be64
+from kvstore.sessions.record import SessionHead, TurnRecord, damaged, replay
+from kvstore.sessions.tables import Place, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,38 +24,77 @@ class CheckReport:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WholeSession:
+    """A session whose head and turns can be read. entries: what should lead to it; lost: those of them that do not."""
+
+    name: str
+    turns: Sequence[TurnRecord]
+    entries: dict[Place, bytes]
+    lost: Sequence[Place]
+
+
+def whole_session(view: View, number: int) -> WholeSession:
+    """Raises SessionDamagedError if its head or a turn is damaged, or if another session has its id."""
+    head = tables.head_of(view, number, f"session number {number}")
+    name = f"session {head.key.session_id}"
+    turns = tables.read_turns(view, head, head.num_turns)
+    if len(replay(head, turns).token_ids) != head.num_tokens:
+        raise damaged(name, "its number of tokens does not match its turns")
+    if _is_anothers(view, head):
+        raise damaged(name, "its id leads to another session")
+    entries = tables.entries_of(head, turns)
+    view.expect(list(entries))
+    return WholeSession(name, turns, entries, [place for place, value in entries.items() if view.get(*place) != value])
+
+
+def _is_anothers(view: View, head: SessionHead) -> bool:
+    """Whether the id of this session rightly belongs to another one, as far as can be read."""
+    try:
+        number = tables.number_of(view, head.key)
+    except StoreError:
+        return False
+    if number in (None, head.number):
+        return False
+    try:
+        return tables.head_of(view, number, "session").key == head.key
+    except StoreError:
+        return tables.is_there(view, number)
+
+
+def mend(view: View, number: int) -> None:
+    """Make the entries again that should lead to a session. Raises SessionDamagedError."""
+    found = whole_session(view, number)
+    for table, place in found.lost:
+        view.put(table, place, found.entries[table, place])
+
+
 class _Check:
-    """One walk: every head and all it must have, then whatever belongs to no head."""
+    """One walk: every head and all it must have, then whatever belongs to no head.
+
+    lacking: numbers of whole sessions to which not everything leads that should.
+    """
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.problems: list[str] = []
+        self.lacking: list[int] = []
         self.num_turns = 0
         self.places: Counter[str] = Counter()  # entries that the heads account for, by table
 
     def session(self, number: int) -> None:
         try:
-            head = tables.head_of(self.view, number, f"session number {number}")
-            name, key = f"session {head.key.session_id}", head.key
-            turns = tables.read_turns(self.view, head, head.num_turns)
-            if len(replay(head, turns).token_ids) != head.num_tokens:
-                raise damaged(name, "its number of tokens does not match its turns")
-            if tables.number_of(self.view, key) != number:
-                raise damaged(name, "its id does not lead to it")
+            found = whole_session(self.view, number)
         except StoreError as error:
             self.problems.append(str(error))
             return
-        self.num_turns += len(turns)
-        requests = [turn.idempotency_key for turn in turns if turn.idempotency_key is not None]
-        needed = [(tables.NAMES, tables.name_key(key)), (tables.ORDER, tables.order_key(head))]
-        needed += [(tables.EXPIRY, place) for place in (tables.expiry_key(head),) if place is not None]
-        needed += [(tables.TURNS, tables.turn_key(number, turn.number)) for turn in turns]
-        needed += [(tables.REQUESTS, tables.request_key(number, request)) for request in requests]
-        needed += [(tables.REFS, block_id + be64(number)) for block_id in {b for t in turns for b in t.chain}]
-        self.places.update(table for table, _ in needed)
-        self.view.expect(needed)
-        missing = Counter(table for table, place in needed if self.view.get(table, place) is None)
-        self.problems += [f"{name} lacks {count} of its entries in {table!r}" for table, count in missing.items()]
+        self.num_turns += len(found.turns)
+        self.places.update(table for table, _ in found.entries)
+        self.places[tables.TURNS] += len(found.turns)
+        if found.lost:
+            self.lacking.append(number)
+        for table, count in Counter(table for table, _ in found.lost).items():
+            self.problems.append(f"{found.name} lacks {count} of its entries in {table!r}")
 
     def extra(self) -> None:
         """Compare counts, which is enough: all entries that the heads need exist, so any others belong to no head."""
@@ -72,14 +111,10 @@ class _Check:
                 self.problems.append(str(error))
 
 
-def problems_of(view: View, number: int) -> list[str]:
-    """What is wrong with one session, by its number."""
-    walk = _Check(view)
-    walk.session(number)
-    return walk.problems
+Checked = tuple[CheckReport, Sequence[int]]  # and the numbers of sessions to be mended
 
 
-def check_apart(read: Callable[[Callable[[View], Any]], Any], version: Callable[[], int]) -> CheckReport:
+def check_apart(read: Callable[[Callable[[View], Any]], Any], version: Callable[[], int]) -> Checked:
     """Check each session in a view of its own; `read` runs a function in one. version: changes with every commit. Other
     servers may write meanwhile, so entries without a session are reported only if nobody did.
     """
@@ -97,9 +132,9 @@ def check_apart(read: Callable[[Callable[[View], Any]], Any], version: Callable[
         walk = _Check(view)
         for each in walks:
             walk.places.update(each.places)
-        walk.tombstones()
         if version() == begun:
             walk.extra()
+        walk.tombstones()
         return walk
 
     begun = version()
@@ -108,15 +143,10 @@ def check_apart(read: Callable[[Callable[[View], Any]], Any], version: Callable[
     walks.append(read(rest))
     num_refs, num_tombstones = read(lambda view: (view.count(tables.REFS), view.count(tables.TOMBSTONES)))
     problems = tuple(problem for walk in walks for problem in walk.problems)
-    return CheckReport(len(numbers), sum(walk.num_turns for walk in walks), num_refs, num_tombstones, problems)
+    report = CheckReport(len(numbers), sum(walk.num_turns for walk in walks), num_refs, num_tombstones, problems)
+    return report, [number for walk in walks for number in walk.lacking]
 
 
-def check(view: View) -> CheckReport:
-    walk = _Check(view)
-    numbers = [int.from_bytes(place, "big") for place, _ in view.scan(tables.HEADS)]
-    for number in numbers:
-        walk.session(number)
-    walk.extra()
-    walk.tombstones()
-    num_refs, num_tombstones = view.count(tables.REFS), view.count(tables.TOMBSTONES)
-    return CheckReport(len(numbers), walk.num_turns, num_refs, num_tombstones, tuple(walk.problems))
+def check(view: View) -> Checked:
+    """The same in one view."""
+    return check_apart(lambda work: work(view), lambda: 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvstore.sessions import tables
-from kvstore.sessions.check import CheckReport, check
+from kvstore.sessions.check import Checked, check
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.tables import View
 
@@ -65,7 +65,7 @@ class Sharing(Protocol):
     def renew(self, view: Any) -> None:
         """Say that this server is running, so that deletions are kept for it."""
 
-    def checked(self, read: Read) -> CheckReport: ...
+    def checked(self, read: Read) -> Checked: ...
 
     def accept_loss(self) -> bool:
         """Give up the sessions that are missing; False if none are."""
@@ -106,9 +106,9 @@ class Alone(Sharing):
     def renew(self, view: View) -> None:
         return
 
-    def checked(self, read: Read) -> CheckReport:
-        report: CheckReport = read(check)
-        return report
+    def checked(self, read: Read) -> Checked:
+        found: Checked = read(check)
+        return found
 
     def accept_loss(self) -> bool:
         return False

@@ -1,7 +1,8 @@
-"""Stores the tables of sessions in LMDB or in memory: opens them, runs transactions, lets the file grow.
+"""Stores tables in LMDB, and runs transactions on tables: reads, and changes in groups, each of which is one synced
+transaction of a thread of its own.
 
-Changes are committed in groups, each one synced transaction. Knows nothing of what is done to sessions. Failures are
-LMDB's or the system's own exceptions, except for an environment that cannot be opened again: that is a DegradedError.
+Knows nothing of what is done to them. A failure of `Transactions` is a KVStoreError; those of tables are LMDB's or the
+system's own exceptions, except for an environment that cannot be opened again: that is a DegradedError.
 """
 
 from __future__ import annotations
@@ -9,41 +10,31 @@ from __future__ import annotations
 import random
 import threading
 import time
-from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import lmdb
 
 from kvstore.config import format_size
-from kvstore.disk.check import DATA_FILE
 from kvstore.disk.env import LostFileError, StoreEnvironment
 from kvstore.disk.format import FULL_BELOW_BYTES, WriteError, free_bytes, write_error
-from kvstore.disk.live import Committer, LiveTables, Ticket, discard_copy
-from kvstore.errors import (
-    DegradedError,
-    DiskFullError,
-    KVStoreError,
-    RemoteError,
-    SessionDamagedError,
-    StoreError,
-    StoreLostError,
-)
+from kvstore.disk.live import LiveTables, discard_copy
+from kvstore.errors import DegradedError, DiskFullError, KVStoreError, RemoteError, StoreError, StoreLostError
 from kvstore.forks import leave_to_parent
-from kvstore.sessions import repair
-from kvstore.sessions.record import SessionKey
 from kvstore.sessions.sharing import Alone, Sharing
-from kvstore.sessions.tables import TABLES, Place, StaleViewError, View
+from kvstore.sessions.tables import Place, StaleViewError, View
 
-FIRST_MAP_BYTES = 64 << 20
-T = TypeVar("T")
-MAX_QUEUE = 256  # tickets waiting for the next group
-MAX_RETRIES = 20  # of one group: each doubles the map
+MAX_QUEUE = 2048  # tickets waiting for the next group
+MAX_RETRIES = 20  # of one group
 GIVE_WAY_S, MOST_GIVE_WAY_S = 0.001, 0.1  # before the second try after another server was faster; doubled with each
+PAUSE_S = 0.2  # in which others may join a group that nobody waits for
 IO_ERRORS = (lmdb.Error, OSError, MemoryError)
+R = TypeVar("R")
 
 
 class Storage(Protocol):
@@ -59,18 +50,14 @@ class Storage(Protocol):
 
     def compact(self) -> None: ...
 
-    def grow(self) -> None: ...
-
     def reopen(self) -> None: ...
 
     def is_lost(self) -> bool: ...
 
-    def num_bytes(self) -> int: ...
-
     def close(self) -> None: ...
 
 
-class _LmdbView:
+class DiskView:
     def __init__(self, txn: Any, handles: dict[str, Any]) -> None:
         self._txn, self._handles = txn, handles
 
@@ -86,6 +73,10 @@ class _LmdbView:
 
     def count(self, table: str) -> int:
         return int(self._txn.stat(self._handles[table])["entries"])
+
+    def num_bytes(self) -> int:
+        stats = map(self._txn.stat, self._handles.values())
+        return sum(s["psize"] * (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
 
     def scan(
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
@@ -109,7 +100,7 @@ class _LmdbView:
 
 
 @dataclass(frozen=True, slots=True)
-class _SessionTables:
+class _Opened:
     """handles: of the tables by their names."""
 
     env: StoreEnvironment
@@ -117,29 +108,33 @@ class _SessionTables:
 
 
 class DiskTables:
-    """The tables in LMDB. One thread writes, grows, compacts and reopens them; any thread may read."""
+    """The tables of these names in LMDB. One thread writes, compacts and reopens them; any thread may read.
+
+    open_environment: called at the start, after `compact` and after a fatal error of LMDB, each time after the previous
+    environment was closed; it must allow as many named databases. Raises whatever it raises.
+    """
 
     sharing: Sharing = Alone()
 
-    def __init__(self, open_environment: Callable[[], StoreEnvironment]) -> None:
-        self._open_environment = open_environment
+    def __init__(self, open_environment: Callable[[], StoreEnvironment], names: Sequence[str]) -> None:
+        self._open_environment, self._names = open_environment, names
         self._live = LiveTables(self._open)
         with self._opened() as opened:
             self._path = opened.env.directory
         discard_copy(self._path)
         self._is_closed = False
 
-    def _open(self) -> _SessionTables:
+    def _open(self) -> _Opened:
         env = self._open_environment()
         with ExitStack() as undo:
             undo.callback(env.close)
             with env.begin(write=True) as txn:
-                handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
+                handles = {name: env.open_db(name.encode(), txn=txn) for name in self._names}
             undo.pop_all()
-        return _SessionTables(env, handles)
+        return _Opened(env, handles)
 
     @contextmanager
-    def _opened(self) -> Iterator[_SessionTables]:
+    def _opened(self) -> Iterator[_Opened]:
         """The open tables. If opening them failed the last time, it is tried again: the disk may be well by now."""
         with self._live as opened:
             if opened is not None:
@@ -149,25 +144,25 @@ class DiskTables:
             self._open_again()
         with self._live as opened:
             if opened is None:
-                raise DegradedError("the sessions' file could not be opened again: look at its disk, then restart")
+                raise DegradedError(f"the {self._path.name} cannot be opened again: look at their disk, then restart")
             yield opened
 
     def _open_again(self) -> None:
         if self._is_closed:
-            raise DegradedError("the session store is closed")
+            raise DegradedError(f"the {self._path.name} are closed")
         self._live.open()
 
     @contextmanager
     def read(self) -> Iterator[View]:
         with self._opened() as opened, opened.env.begin() as txn:
-            yield _LmdbView(txn, opened.handles)
+            yield DiskView(txn, opened.handles)
 
     @contextmanager
     def write(self) -> Iterator[View]:
         with self._opened() as opened:
             try:
                 with opened.env.begin(write=True) as txn:
-                    yield _LmdbView(txn, opened.handles)
+                    yield DiskView(txn, opened.handles)
             except LostFileError:
                 raise
             except (lmdb.Error, OSError) as error:
@@ -183,12 +178,6 @@ class DiskTables:
         with self._live as opened:
             return opened is not None and opened.env.loss() is not None
 
-    def grow(self) -> None:
-        with self._opened() as opened:
-            env = opened.env
-        with self._live.alone():
-            env.set_mapsize(2 * env.info()["map_size"])
-
     def reopen(self) -> None:
         """After LMDB gave the environment up: a failed write of its meta page."""
         with self._live.alone():
@@ -203,167 +192,157 @@ class DiskTables:
             pass  # stays open: only this thread closes it
         self._live.compact(opened.env, opened.handles)
 
-    def num_bytes(self) -> int:
-        try:
-            return (self._path / DATA_FILE).stat().st_size
-        except FileNotFoundError:  # somebody removed it
-            return 0
-
     def close(self) -> None:
         self._is_closed = True
         self._live.close()
 
 
-class _MemoryTable:
-    def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
-        self.keys: list[bytes] = []  # sorted
+class Ticket(Generic[R]):
+    """A change on its way to the disk. is_urgent: somebody waits for it."""
+
+    def __init__(self, change: Any, is_urgent: bool) -> None:
+        self.change, self.is_urgent = change, is_urgent
+        self._done = threading.Event()
+        self._result: R | None = None
+        self._error: KVStoreError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> R:
+        """Wait until it is durable.
+
+        Raises what it was refused with, DegradedError when the disk failed. After a failure or a timeout
+        (seconds) it may be stored or not: load the session to find out.
+        """
+        if not self._done.wait(timeout):
+            raise StoreError(f"not durable after {timeout} s: the disk is slow; it may still become so")
+        if self._error is not None:
+            # Each wait raises its own exception: two threads that raise the same one mix their tracebacks.
+            raise copy(self._error) from self._error
+        return self._result  # type: ignore[return-value]
+
+    def finish(self, outcome: R | KVStoreError) -> None:
+        if isinstance(outcome, KVStoreError):
+            self._error = outcome
+        else:
+            self._result = outcome
+        self._done.set()
 
 
-class MemoryTables:
-    """The same tables in memory, one transaction at a time. Nothing fails in here, so nothing is rolled back."""
-
-    sharing: Sharing = Alone()
-
-    def __init__(self) -> None:
-        self._tables = {name: _MemoryTable() for name in TABLES}
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def read(self) -> Iterator[View]:
-        with self._lock:
-            yield self
-
-    write = read
-
-    def get(self, table: str, key: bytes) -> bytes | None:
-        return self._tables[table].values.get(key)
-
-    def put(self, table: str, key: bytes, value: bytes) -> None:
-        it = self._tables[table]
-        if key not in it.values:
-            insort(it.keys, key)
-        it.values[key] = value
-
-    def delete(self, table: str, key: bytes) -> None:
-        it = self._tables[table]
-        if it.values.pop(key, None) is not None:
-            del it.keys[bisect_left(it.keys, key)]
-
-    def count(self, table: str) -> int:
-        return len(self._tables[table].keys)
-
-    def scan(
-        self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
-    ) -> Iterator[tuple[bytes, bytes]]:
-        it = self._tables[table]
-        step = -1 if reverse else 1
-        end = prefix + b"\xff" * 32 if before is None else before
-        at = bisect_left(it.keys, end) - 1 if reverse else bisect_left(it.keys, prefix)
-        while 0 <= at < len(it.keys) and it.keys[at].startswith(prefix):
-            yield it.keys[at], it.values[it.keys[at]]
-            at += step
-
-    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
-        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
-
-    def expect(self, places: Sequence[Place]) -> None:
-        return
-
-    def compact(self) -> None:
-        """There is no file."""
-
-    grow = reopen = close = compact
-
-    def is_lost(self) -> bool:
-        return False
-
-    def num_bytes(self) -> int:
-        return sum(len(k) + len(v) for it in self._tables.values() for k, v in it.values.items())
-
-
-class SessionTransactions:
+class Transactions:
     """Any thread may call it, but none in a forked child.
 
-    damaged: numbers of the sessions in which damage was found. then: called in the committing thread after each group,
-    with the outcomes of its changes.
+    what: the user's name in errors. then: called in the committing thread after each group, with the outcomes of its
+    changes: results, or errors. After any other exception of a change or of `then`, which is a bug, all tickets fail
+    and nothing more is accepted.
     """
 
-    def __init__(self, storage: Storage, then: Callable[[Sequence[object]], None] | None = None) -> None:
+    def __init__(self, what: str, storage: Storage, then: Callable[[Sequence[object]], None] | None = None) -> None:
         self.storage = storage
-        self.damaged: frozenset[int] = frozenset()
-        self._then = then
+        self._what, self._then = what, then
         self._is_closed = False
-        self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "largest_group"), 0)
+        self._refusal: str | None = None  # why nothing more is accepted
+        self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "largest_group"), 0)
         self._last_failure: str | None = None
-        self._committer = Committer("the session store", self._commit, MAX_QUEUE)
-        leave_to_parent(self, "the session store")
+        self._changed = threading.Condition()
+        self._queue: deque[Ticket[Any]] = deque()
+        self._thread = threading.Thread(target=self._run, name="kvstore-commit", daemon=True)
+        self._thread.start()
+        leave_to_parent(self, what)
 
-    def read(self, work: Callable[[View], T], key: SessionKey | None = None) -> T:
-        """Run `work` in one snapshot. key: see `submit`. Raises StoreError."""
-        explained = self._explaining(work, key)
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def read(self, work: Callable[[View], R]) -> R:
+        """Run `work` in one snapshot. Raises StoreError."""
         if self._is_closed:
-            raise StoreError("the session store is closed")
+            raise StoreError(f"{self._what} is closed")
         for number in range(MAX_RETRIES):
             try:
                 with self.storage.read() as view:
-                    return explained(view)
+                    return work(view)
             except StaleViewError:
                 _give_way(number)
             except IO_ERRORS as error:
-                raise StoreError(f"the session store cannot be read: {error}") from error
-        raise StoreError("the session store cannot be read: other servers change all the time what is read")
+                raise StoreError(f"{self._what} cannot be read: {error}") from error
+        raise StoreError(f"{self._what} cannot be read: other servers change all the time what is read")
 
-    def submit(self, work: Callable[[View], T], key: SessionKey | None = None) -> Ticket[T]:
-        """Queue a change; changes are carried out in order. Blocks only while MAX_QUEUE of them wait.
+    def submit(self, change: Callable[[View], R] | None, is_urgent: bool = True) -> Ticket[R]:
+        """Queue a change, or None to compact; they are carried out in order. Waits only while MAX_QUEUE of them wait.
 
-        key: of the session that is changed. If it turns out to be damaged, that is noted, and the error says what is
-        whole.
+        is_urgent: do not wait PAUSE_S for others to share its commit. Raises StoreError after `close`.
         """
-        return self._committer.submit(self._explaining(work, key))
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._queue) < MAX_QUEUE or self._refusal)
+            if self._refusal:
+                raise StoreError(self._refusal)
+            ticket = Ticket[R](change, is_urgent)
+            self._queue.append(ticket)
+            self._changed.notify_all()
+        return ticket
 
     def compact(self) -> None:
         """Rewrite the file without what was deleted. Returns when it is done; needs the file's size in free space."""
-        self._committer.submit(None).wait()
+        self.submit(None).wait()
 
     def stats(self) -> dict[str, object]:
-        now = {"queued": self._committer.num_queued, "lost": int(self.storage.is_lost())}
+        now = {"queued": self.num_queued, "lost": int(self.storage.is_lost())}
         return {**self._counts, **now, "last_failure": self._last_failure}
 
     def close(self) -> None:
         """Carry out what is queued, sync and close. Calling it again does nothing."""
-        if self._is_closed:
+        with self._changed:
+            was_closed, self._is_closed = self._is_closed, True
+            self._refusal = self._refusal or f"{self._what} is closed"
+            self._changed.notify_all()
+        self._thread.join()
+        if was_closed:
             return
-        self._is_closed = True
-        self._committer.close()
         try:
             self.storage.close()
         except IO_ERRORS as error:
-            raise DegradedError(f"the session store cannot be closed in order: {error}") from error
+            raise DegradedError(f"{self._what} cannot be closed in order: {error}") from error
 
-    def _explaining(self, work: Callable[[View], T], key: SessionKey | None) -> Callable[[View], T]:
-        """The same work; if it finds damage, that is noted, and the error says what is whole and what can be done."""
-        if key is None:
-            return work
-
-        def explaining(view: View) -> T:
+    # -- the thread --------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        while group := self._next_group():
             try:
-                return work(view)
-            except SessionDamagedError as error:
-                with suppress(StoreError):
-                    found = repair.remains(view, key)
-                    self.damaged |= set() if found is None else {found.number}
-                    error = repair.explained(error, key, found)
-                raise error from None
+                self._commit(group)
+            except Exception as error:
+                self._stop(group, f"{self._what} stopped after an internal error: {error!r}")
+                raise  # the thread's own report
 
-        return explaining
+    def _next_group(self) -> list[Ticket[Any]]:
+        """All waiting changes. Empty: closed, and nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._refusal)
+            self._changed.wait_for(lambda: self._refusal or any(one.is_urgent for one in self._queue), PAUSE_S)
+            group = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        return group
 
-    # -- the thread that commits -------------------------------------------------------------------------------------
+    def _stop(self, group: Sequence[Ticket[Any]], refusal: str) -> None:
+        with self._changed:
+            self._refusal = refusal
+            waiting = [*group, *self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for ticket in waiting:
+            if not ticket.done:
+                ticket.finish(StoreError(refusal))
+
     def _commit(self, group: Sequence[Ticket[Any]]) -> None:
         """Commit the group in one transaction; a compaction splits it into those before and those after."""
         for _, part in groupby(group, key=lambda ticket: ticket if ticket.change is None else None):
             some = list(part)
-            for ticket, outcome in zip(some, self._outcomes(some), strict=True):
+            outcomes = self._outcomes(some)
+            if self._then is not None:
+                self._then(outcomes)
+            for ticket, outcome in zip(some, outcomes, strict=True):
                 ticket.finish(outcome)
 
     def _outcomes(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
@@ -384,13 +363,11 @@ class SessionTransactions:
             self._note_failure(error, 1)
             if isinstance(error, DiskFullError):
                 return [DiskFullError(f"this was not stored: {error}; free some space and try again")]
-            return [DegradedError(f"not stored, the session store's disk failed ({error}): free space and try again")]
+            return [DegradedError(f"not stored, the disk failed ({error}): free space and try again")]
         num_refused = sum(isinstance(outcome, KVStoreError) for outcome in outcomes)
         self._counts["commits"] += 1
         self._counts["refused"] += num_refused
         self._counts["committed"] += len(outcomes) - num_refused
-        if self._then is not None:
-            self._then(outcomes)
         return outcomes
 
     def _note_failure(self, error: Exception, num_changes: int) -> None:
@@ -406,9 +383,6 @@ class SessionTransactions:
                     return [None]
                 with self.storage.write() as view:
                     return [_outcome(view, ticket) for ticket in group]
-            except lmdb.MapFullError:
-                self.storage.grow()
-                self._counts["grown"] += 1
             except lmdb.PanicError:
                 self.storage.reopen()
             except StaleViewError:

@@ -1,7 +1,7 @@
 """Sessions that survive: turns, forks and deletions of sessions by their keys.
 
-What a transaction does is in `tables`, how it is carried out in `transactions`, what is stored in `record`, where in
-`storage`. Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
+What a transaction does is in `tables`, how it is carried out, and where, in `storage`, what is stored in `record`.
+Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import StoreEnvironment, open_environment
-from kvstore.disk.live import Ticket
-from kvstore.errors import StoreError
-from kvstore.sessions import tables
+from kvstore.errors import SessionDamagedError, StoreError
+from kvstore.sessions import remains, tables
 from kvstore.sessions.marker import SessionMarker
+from kvstore.sessions.memory import MemoryTables
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim, Sharing
-from kvstore.sessions.storage import FIRST_MAP_BYTES, IO_ERRORS, DiskTables, MemoryTables, SessionTransactions, Storage
-from kvstore.sessions.tables import View
+from kvstore.sessions.storage import IO_ERRORS, DiskTables, Storage, Ticket, Transactions
+from kvstore.sessions.tables import TABLES, View
 from kvstore.sessions.upkeep import SessionUpkeep
+
+T = TypeVar("T")
+MAP_BYTES = 256 << 30  # of addresses, no memory and no disk: more than the file will ever have
 
 ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"
 
@@ -65,10 +69,9 @@ class SessionStore:
     A change returns a Ticket at once; changes are carried out in the order of the calls. A read sees what is durable,
     not what is still queued. Reading and waiting raise StoreError, which names a damaged session.
 
-    open_environment: called at the start, after `compact` and after a fatal error of LMDB, each time after the previous
-    environment was closed; it must allow 10 named databases. None: sessions are kept in memory, which is the same in
-    all but durability, and only the `max_sessions` used last. shared: tables that servers share, instead. sharing: who
-    may write where servers share. upkeep: administration of the whole store.
+    open_environment: see `DiskTables`. None: sessions are kept in memory, which is the same in all but durability, and
+    only the `max_sessions` used last. shared: tables that servers share, instead. sharing: who may write where servers
+    share. upkeep: administration of the whole store.
     """
 
     def __init__(
@@ -83,16 +86,34 @@ class SessionStore:
         storage = shared
         try:
             if storage is None and open_environment is not None:
-                storage = DiskTables(open_environment)
+                storage = DiskTables(open_environment, TABLES)
         except IO_ERRORS as error:
             raise StoreError(f"the session store cannot be opened: {error}") from error
         if storage is None:
-            storage = in_memory = MemoryTables()
+            storage = in_memory = MemoryTables(TABLES)
             self._recent = RecentSessions(in_memory, max_sessions)
         keep_within = None if self._recent is None else self._recent.keep_within
-        self.transactions = SessionTransactions(storage, keep_within)
-        self.upkeep = SessionUpkeep(self.transactions, clock)
+        self.transactions = Transactions("the session store", storage, keep_within)
+        self.damage = remains.Damage()
+        self.upkeep = SessionUpkeep(self.transactions, self.damage)
         self.sharing: Sharing = storage.sharing
+
+    def _read(self, key: SessionKey, work: Callable[[View], T]) -> T:
+        """Read this session."""
+        return self.transactions.read(self._explaining(key, work))
+
+    def _submit(self, key: SessionKey, work: Callable[[View], T]) -> Ticket[T]:
+        """Queue a change of this session."""
+        return self.transactions.submit(self._explaining(key, work))
+
+    def _explaining(self, key: SessionKey, work: Callable[[View], T]) -> Callable[[View], T]:
+        def explaining(view: View) -> T:
+            try:
+                return work(view)
+            except SessionDamagedError as error:
+                raise self.damage.explained(view, key, error) from None
+
+        return explaining
 
     def commit_turn(
         self, key: SessionKey, turn: TurnRecord, fingerprint: bytes = b"", model: str = "",
@@ -114,7 +135,7 @@ class SessionStore:
                 lease.check(view)
             return tables.append(view, draft, turn, payload, session_number)
 
-        return self.transactions.submit(append, key)
+        return self._submit(key, append)
 
     def fork(
         self, source: SessionKey, turn: int | None, new_key: SessionKey, is_version: bool = False
@@ -124,19 +145,17 @@ class SessionStore:
         is_version: see `Parent`.
         """
         now_s = self._clock()
-        return self.transactions.submit(
-            lambda view: tables.fork(view, source, turn, new_key, now_s, is_version), source
-        )
+        return self._submit(source, lambda view: remains.fork(view, source, turn, new_key, now_s, is_version))
 
     def set_ttl(self, key: SessionKey, ttl_s: float | None) -> Ticket[SessionHead]:
         """Counted from the last turn, so a session idle for longer expires at once."""
-        return self.transactions.submit(lambda view: tables.change_head(view, key, ttl_s=ttl_s), key)
+        return self._submit(key, lambda view: tables.change_head(view, key, ttl_s=ttl_s))
 
     def label(self, key: SessionKey, title: str | None, is_personal: bool | None) -> Ticket[SessionHead]:
         """Give it a title, and say whether it is a person's; None leaves that as it is."""
         given = {"title": title, "is_personal": is_personal}
         changes = {name: value for name, value in given.items() if value is not None}
-        return self.transactions.submit(lambda view: tables.change_head(view, key, **changes), key)
+        return self._submit(key, lambda view: tables.change_head(view, key, **changes))
 
     def delete(self, key: SessionKey, if_over_s: float | None = None) -> Ticket[Tombstone | None]:
         """Delete a session. The tombstone names the blocks to forget; None if there is no such session.
@@ -152,31 +171,31 @@ class SessionStore:
                 return None
             return tables.delete(view, key, if_over_s)
 
-        return self.transactions.submit(delete, key)
+        return self._submit(key, delete)
 
     def head(self, key: SessionKey) -> SessionHead | None:
-        return self.transactions.read(lambda view: tables.read_head(view, key), key)
+        return self._read(key, lambda view: tables.read_head(view, key))
 
     def exists(self, key: SessionKey) -> bool:
         return self.head(key) is not None
 
     def load(self, key: SessionKey, turn: int | None = None) -> SessionState | None:
         """The session at the end of `turn` (None: the last). Returns None if there is no such session or turn."""
-        state = self.transactions.read(lambda view: tables.load(view, key, turn), key)
+        state = self._read(key, lambda view: tables.load(view, key, turn))
         if state is not None and self._recent is not None:
             self._recent.note_use(key)
         return state
 
     def turn(self, key: SessionKey, number: int) -> TurnRecord | None:
-        return self.transactions.read(lambda view: tables.read_turn(view, key, number), key)
+        return self._read(key, lambda view: tables.read_turn(view, key, number))
 
     def turns(self, key: SessionKey, after: int, limit: int) -> Sequence[TurnRecord] | None:
         """At most so many turns after turn `after`; None if there is no such session."""
-        return self.transactions.read(lambda view: tables.read_page(view, key, after, limit), key)
+        return self._read(key, lambda view: tables.read_page(view, key, after, limit))
 
     def turn_of_request(self, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
         """The turn that answered the request of this key, if there is one; as safe as when it was stored in order."""
-        turn = self.transactions.read(lambda view: tables.turn_of_request(view, key, idempotency_key), key)
+        turn = self._read(key, lambda view: tables.turn_of_request(view, key, idempotency_key))
         if turn is not None:
             self.confirm()
         return turn
@@ -200,7 +219,7 @@ class SessionStore:
         heads, are_damaged = self.transactions.read(
             lambda view: tables.list_heads(view, tenant, limit, after, is_personal)
         )
-        self.transactions.damaged |= are_damaged
+        self.damage.numbers |= are_damaged
         return heads
 
     def stats(self) -> dict[str, object]:
@@ -217,6 +236,6 @@ def open_sessions(directory: StoreDirectory | None) -> SessionStore:
     if directory is None:
         return SessionStore(None)
     path = directory.path / "sessions"
-    sessions = SessionStore(lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS))
+    sessions = SessionStore(lambda: open_environment(path, MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS))
     sessions.upkeep.mark(SessionMarker(directory.path))
     return sessions

@@ -1,4 +1,4 @@
-"""The tables of sessions, and what one transaction does with them: create, append, fork, delete and list.
+"""The tables of sessions, and what one transaction does with them: create, append, delete and list.
 
 Knows no file and no thread: a `View` is a transaction on sorted tables. A function checks everything before it writes,
 so one that raises has changed nothing, and the transaction can go on.
@@ -18,7 +18,6 @@ from kvstore.disk.records import label, pack, seal
 from kvstore.errors import RequestError, SessionNotFoundError, StoreError
 from kvstore.sessions.record import (
     Message,
-    Parent,
     SessionHead,
     SessionKey,
     SessionState,
@@ -42,7 +41,7 @@ ORDER = "order"  # * digest of the tenant, updated, session number
 EXPIRY = "expiry"  # * expires, session number
 REFS = "refs"  # * block id, session number
 TOMBSTONES = "tombstones"  # deletion number -> Tombstone
-ASIDE = "aside"  # session number, index -> a record that could not be kept, and its place (see `session_repair`)
+ASIDE = "aside"  # session number, index -> what a repair by version 0.1 set aside: it goes with the session, unread
 COUNTERS = "counters"  # "session", "deletion" -> the next number; "name" -> the name of this file
 TABLES = (NAMES, HEADS, TURNS, REQUESTS, ORDER, EXPIRY, REFS, TOMBSTONES, COUNTERS, ASIDE)
 KEYS_ONLY = frozenset({ORDER, EXPIRY, REFS})
@@ -66,6 +65,9 @@ class View(Protocol):
     def delete(self, table: str, key: bytes) -> None: ...
 
     def count(self, table: str) -> int: ...
+
+    def num_bytes(self) -> int:
+        """What all tables take, without what was deleted."""
 
     def scan(
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
@@ -244,22 +246,35 @@ def _delete_places(view: View, head: SessionHead) -> None:
         view.delete(EXPIRY, expiry)
 
 
-def refs_of(number: int, turn: TurnRecord) -> list[bytes]:
-    return [block_id + be64(number) for block_id in turn.chain]
+def entries_of(head: SessionHead, turns: Sequence[TurnRecord]) -> dict[Place, bytes]:
+    """What must be stored beside the head and all its turns, to find them."""
+    number, name, expiry = head.number, name_key(head.key), expiry_key(head)
+    entries = {(NAMES, name): seal(NAMES, name, pack(number)), (ORDER, order_key(head)): b""}
+    if expiry is not None:
+        entries[EXPIRY, expiry] = b""
+    for turn in turns:
+        entries |= entries_of_turn(number, turn)
+    return entries
+
+
+def entries_of_turn(number: int, turn: TurnRecord) -> dict[Place, bytes]:
+    """number: of its session."""
+    entries = {(REFS, block_id + be64(number)): b"" for block_id in turn.chain}
+    if turn.idempotency_key is not None:
+        place = request_key(number, turn.idempotency_key)
+        entries[REQUESTS, place] = seal(REQUESTS, place, pack(turn.number))
+    return entries
 
 
 def put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
     key = turn_key(number, turn.number)
     view.put(TURNS, key, seal(TURNS, key, payload))
-    refs = refs_of(number, turn)
-    view.expect([(REFS, place) for place in refs])
-    for place in refs:
+    entries = entries_of_turn(number, turn)
+    view.expect(list(entries))
+    for (table, place), value in entries.items():
         # A rebase lists most blocks again; writing them again would copy a page each for nothing.
-        if view.get(REFS, place) is None:
-            view.put(REFS, place, b"")
-    if turn.idempotency_key is not None:
-        key = request_key(number, turn.idempotency_key)
-        view.put(REQUESTS, key, seal(REQUESTS, key, pack(turn.number)))
+        if view.get(table, place) != value:
+            view.put(table, place, value)
 
 
 def encode_turn(turn: TurnRecord, key: SessionKey) -> bytes:
@@ -281,10 +296,7 @@ def create(view: View, draft: SessionHead) -> SessionHead:
 
 def expect_append(view: View, key: SessionKey, number: int, turn: TurnRecord) -> None:
     """Say what `append` will read where the session has this number."""
-    places = [(NAMES, name_key(key)), (HEADS, be64(number)), *((REFS, place) for place in refs_of(number, turn))]
-    if turn.idempotency_key is not None:
-        places.append((REQUESTS, request_key(number, turn.idempotency_key)))
-    view.expect(places)
+    view.expect([(NAMES, name_key(key)), (HEADS, be64(number)), *entries_of_turn(number, turn)])
 
 
 def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
@@ -316,31 +328,6 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
     put_turn(view, head.number, turn, payload)
     _put_head(view, after, before=head)
     return after
-
-
-def fork(
-    view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float, is_version: bool = False
-) -> SessionHead:
-    """Create a session with the first turns of another. It shares their blocks, but none of their idempotency keys."""
-    assert source.tenant == new_key.tenant, "a fork of another tenant's session"
-    head = read_head(view, source)
-    if head is None:
-        raise SessionNotFoundError(f"there is no session {source.session_id!r}", param="session_id")
-    last = head.num_turns if turn is None else turn
-    if not 0 <= last <= head.num_turns:
-        raise StoreError(f"session {source.session_id} has {head.num_turns} turns: it cannot be forked at turn {last}")
-    turns = [replace(one, idempotency_key=None) for one in read_turns(view, head, last)]
-    num_tokens = len(replay(head, turns).token_ids)
-    draft = replace(
-        head, key=new_key, created_s=now_s, updated_s=now_s, num_turns=last, num_tokens=num_tokens,
-        title=head.title if last else "", parent=Parent(source.session_id, last, is_version),
-    )  # fmt: skip
-    payloads = [encode_turn(one, new_key) for one in turns]
-    new = create(view, draft)
-    view.expect([(REFS, place) for one in turns for place in refs_of(new.number, one)])
-    for one, payload in zip(turns, payloads, strict=True):
-        put_turn(view, new.number, one, payload)
-    return new
 
 
 def change_head(view: View, key: SessionKey, **changes: Any) -> SessionHead:

@@ -5,32 +5,31 @@ Says which blocks a deletion leaves behind; whoever owns the KV deletes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from kvstore.blocks.ids import BlockId
-from kvstore.disk.live import Ticket
-from kvstore.errors import RemoteError, StoreError, StoreLostError
-from kvstore.sessions import repair, tables
-from kvstore.sessions.check import CheckReport
+from kvstore.errors import RemoteError, SessionDamagedError, StoreError, StoreLostError
+from kvstore.sessions import tables
+from kvstore.sessions.check import CheckReport, mend
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.record import SessionKey, Tombstone
-from kvstore.sessions.repair import AsideTurn, Repaired
-from kvstore.sessions.storage import SessionTransactions
+from kvstore.sessions.remains import Damage
+from kvstore.sessions.storage import Ticket, Transactions
 from kvstore.sessions.tables import View
 
 SHOWN = {  # among the counts, by table
     "sessions": tables.HEADS, "turns": tables.TURNS, "refs": tables.REFS, "pending_deletions": tables.TOMBSTONES,
 }  # fmt: skip
-MAX_LOOKED_AT = 10  # of damaged sessions, each time they are counted: whether one is whole by now takes reading it
 
 
 class SessionUpkeep:
     """Administration of a store of sessions, beside its turns. Any thread may call it; see `SessionStore`."""
 
-    def __init__(self, transactions: SessionTransactions, clock: Callable[[], float]) -> None:
-        self._transactions, self._clock = transactions, clock
+    def __init__(self, transactions: Transactions, damage: Damage) -> None:
+        self._transactions, self._damage = transactions, damage
         self._sharing = transactions.storage.sharing
         self._marker: SessionMarker | None = None
         self._missing: str | None = None  # what the store held before
@@ -43,7 +42,7 @@ class SessionUpkeep:
 
     def unshared_blocks_of(self, key: SessionKey) -> set[BlockId]:
         """The blocks that a deletion would name now: those of all turns, also from before a truncation."""
-        return self._transactions.read(lambda view: tables.unshared_blocks_of(view, key), key)
+        return self._transactions.read(lambda view: tables.unshared_blocks_of(view, key))
 
     def pending_deletions(self) -> Sequence[Tombstone]:
         """Deletions that are not finished. Read them at the start, too: a crash may have interrupted some."""
@@ -60,20 +59,22 @@ class SessionUpkeep:
 
     # -- damage ------------------------------------------------------------------------------------------------------
     def check(self) -> CheckReport:
-        """Read and compare everything in one snapshot. A commit for which the map must grow waits until it ends."""
+        """Read and compare everything in one snapshot, then make the entries again that whole sessions lack."""
         self._transactions.read(self._note_missing)
-        report = self._sharing.checked(self._transactions.read)
+        report, lacking = self._sharing.checked(self._transactions.read)
         missing = () if self._missing is None else (self._missing,)
-        return replace(report, problems=(*missing, *report.problems))
+        mended = (self._mend(lacking),) if lacking else ()
+        return replace(report, problems=(*missing, *report.problems, *mended))
 
-    def repair(self, key: SessionKey) -> Ticket[Repaired | None]:
-        """See `kvstore.sessions.repair`. Like a deletion, it leaves a tombstone to be carried out."""
-        now_s = self._clock()
-        return self._transactions.submit(lambda view: repair.repair(view, key, now_s))
-
-    def aside(self, key: SessionKey) -> Sequence[AsideTurn]:
-        """The turns of a session that repairs have set aside."""
-        return self._transactions.read(lambda view: repair.aside(view, key), key)
+    def _mend(self, numbers: Sequence[int]) -> str:
+        """Returns what came of it."""
+        try:
+            for number in numbers:
+                with suppress(SessionDamagedError):  # it was deleted just now
+                    self._transactions.submit(partial(mend, number=number)).wait()
+        except StoreError as error:
+            return f"the entries that whole sessions lack cannot be made again: {error}"
+        return "the entries that whole sessions lacked are made again"
 
     # -- the file ----------------------------------------------------------------------------------------------------
     def compact(self) -> None:
@@ -112,14 +113,11 @@ class SessionUpkeep:
     def stats(self) -> dict[str, object]:
         transactions = self._transactions
         with suppress(RemoteError, StoreLostError):  # then what was so a while ago is told
-            self._counted = {**transactions.read(self._count), "bytes": transactions.storage.num_bytes()}
+            self._counted = transactions.read(self._count)
         missing = int(self._missing is not None)
         return {**self._counted, **transactions.stats(), "missing": missing, **self._sharing.stats()}
 
     def _count(self, view: View) -> dict[str, int]:
         self._note_missing(view)
-        some = sorted(self._transactions.damaged)[:MAX_LOOKED_AT]
-        gone = [n for n in some if not tables.is_there(view, n) or repair.is_whole(view, n)]
-        self._transactions.damaged -= frozenset(gone)
-        damaged = len(self._transactions.damaged)
-        return {name: view.count(table) for name, table in SHOWN.items()} | {"damaged": damaged}
+        counted = {name: view.count(table) for name, table in SHOWN.items()}
+        return counted | {"damaged": self._damage.count(view), "bytes": view.num_bytes()}

@@ -297,7 +297,7 @@ def _sessions(sessions: Stats) -> Iterator[Metric]:
     changes = {(outcome,): sessions[outcome] for outcome in ("committed", "refused", "failed")}
     yield gauge("sessions", "Sessions that are stored.", sessions["sessions"])
     yield gauge("session_turns", "Turns of all stored sessions.", sessions["turns"])
-    yield gauge("session_bytes", "Size of the session store.", sessions["bytes"])
+    yield gauge("session_bytes", "What the records of the session store take.", sessions["bytes"])
     yield gauge("session_queue", "Changes of sessions that are not durable yet.", sessions["queued"])
     yield counter("session_commits", "Transactions of the session store.", sessions["commits"])
     yield counter("session_changes", "Changes of sessions, by how they ended.", changes, ["outcome"])

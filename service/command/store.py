@@ -135,7 +135,6 @@ SESSION_VERBS = {
     "list": ("sessions", "reading the sessions", "show_sessions", False),
     "show": ("sessions.show", "reading the session", "show_transcript", True),
     "delete": ("sessions.delete", "deleting", "show_deleted", True),
-    "repair": ("sessions.repair", "repairing", "show_repaired", True),
     "accept-loss": ("sessions.accept_loss", "looking at the sessions", "show_accepted", False),
 }
 
@@ -186,7 +185,7 @@ STORE_COMMANDS = {
         (SESSION_STORE, TENANT, LIMIT),
         "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
         "  kvstore sessions show anna\n  kvstore sessions delete anna",
-        "list | show ID | delete ID | repair ID | accept-loss",
+        "list | show ID | delete ID | accept-loss",
     ),
     "why": _command(
         "why",

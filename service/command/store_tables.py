@@ -143,7 +143,7 @@ def short_time(seconds: float) -> str:
 
 
 def show_transcript(_: str, result: Mapping[str, Any], out: Console) -> None:
-    """What was said, as `kvstore chat` shows it, below a line about the session; at the end what was set aside."""
+    """What was said, as `kvstore chat` shows it, below a line about the session."""
     session, now_s = result["session"], time.time()
     facts = [
         counted(session["turns"], "turn"),
@@ -156,26 +156,11 @@ def show_transcript(_: str, result: Mapping[str, Any], out: Console) -> None:
         facts.append(f"expires {_expires(session, now_s)}")
     out.print(Text(f"{session['id']}: {', '.join(facts)}", style="bold"), soft_wrap=True)
     _show_messages(result["messages"], out)
-    for one in result.get("aside") or ():
-        unreadable = "" if one["messages"] is not None else " (it cannot be read)"
-        out.print(Text(f"set aside by a repair: turn {one['turn']}{unreadable}", style="bold"))
-        _show_messages(one["messages"] or (), out)
 
 
 def show_deleted(name: str, result: Mapping[str, Any], out: Console) -> None:
     blocks = counted(result["blocks"], "block")
     out.print(f"session {name} is deleted, with {blocks} that no other session refers to", soft_wrap=True)
-
-
-def show_repaired(name: str, result: Mapping[str, Any], out: Console) -> None:
-    if not result["repaired"]:
-        out.print(f"session {name} is whole; nothing was changed", soft_wrap=True)
-        return
-    kept, aside = result["turns"], result["aside"]
-    out.print(
-        f"session {name} has its first {counted(kept, 'turn')}; {aside} more {'is' if aside == 1 else 'are'} "
-        f"set aside, and shown by `kvstore sessions show {name}`", soft_wrap=True,
-    )  # fmt: skip
 
 
 def show_accepted(_: str, result: Mapping[str, Any], out: Console) -> None:

@@ -15,7 +15,7 @@ from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions import tables
 from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
-from kvstore.sessions.store import SessionStore
+from kvstore.sessions.store import MAP_BYTES, SessionStore
 
 SESSIONS = ("red", "green", "blue")
 TENANT = "tenant"
@@ -61,9 +61,8 @@ class Clock:
 
 
 def open_file(directory: Path) -> StoreEnvironment:
-    """As small as it may be, so that it has to grow."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    return open_environment(directory, 1 << 20, max_dbs=16, metasync=True)
+    return open_environment(directory, MAP_BYTES, max_dbs=16, metasync=True)
 
 
 def disk_store(path: Path, clock=None) -> SessionStore:
@@ -76,7 +75,7 @@ def create(store: SessionStore, key: SessionKey, *about, ttl_s=None):
     def work(view):
         return tables.create(view, replace(tables.draft_head(key, store._clock(), *about), ttl_s=ttl_s))
 
-    return store.transactions.submit(work, key)
+    return store._submit(key, work)
 
 
 def talk(store: SessionStore, key: SessionKey, num_turns: int, **changes) -> list[TurnRecord]:

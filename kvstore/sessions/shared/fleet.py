@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.errors import RemoteError
-from kvstore.sessions.check import CheckReport, check_apart
+from kvstore.sessions.check import Checked, check_apart
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.shared.leases import LEASE_S, Lease, Leases
 from kvstore.sessions.shared.membership import Membership
@@ -56,7 +56,7 @@ class Fleet(Sharing):
     def renew(self, view: SharedView) -> None:
         self._membership.renew(view)
 
-    def checked(self, read: Read) -> CheckReport:
+    def checked(self, read: Read) -> Checked:
         return check_apart(read, self._storage.version)
 
     def accept_loss(self) -> bool:

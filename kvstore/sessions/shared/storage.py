@@ -19,9 +19,9 @@ from kvstore.remote.resp_replies import Reply
 from kvstore.sessions import tables
 from kvstore.sessions.shared.membership import NAME_BYTES, MemberIdentity
 from kvstore.sessions.shared.server import Command, RefusedError, SessionServer, UnfitError
-from kvstore.sessions.shared.view import COMMIT, PREFIX, SharedView, keys_of_table, values_of_table
+from kvstore.sessions.shared.view import COMMIT, PREFIX, SharedView, values_of_table
 from kvstore.sessions.sharing import Alone, Sharing
-from kvstore.sessions.tables import COUNTERS, KEYS_ONLY, TABLES, StaleViewError
+from kvstore.sessions.tables import COUNTERS, StaleViewError
 
 T = TypeVar("T")
 FLEET, NAME = b"fleet", b"name"  # keys of COUNTERS
@@ -224,12 +224,7 @@ class SharedTables:
     def compact(self) -> None:
         """Redis rewrites its own files."""
 
-    grow = reopen = compact
-
-    def num_bytes(self) -> int:
-        places = [values_of_table(table) for table in TABLES if table not in KEYS_ONLY]
-        places += [keys_of_table(table) for table in TABLES]
-        return sum(size or 0 for size in self.server.ask(*(("MEMORY", "USAGE", place) for place in places)))  # type: ignore[misc]
+    reopen = compact
 
     def close(self) -> None:
         self.on_close()

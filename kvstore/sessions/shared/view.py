@@ -18,7 +18,7 @@ from kvstore.remote.resp import Arg
 from kvstore.remote.resp_replies import Reply
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.server import Command
-from kvstore.sessions.tables import KEYS_ONLY, Place, name_key
+from kvstore.sessions.tables import KEYS_ONLY, TABLES, Place, name_key
 
 Ask = Callable[..., list[Reply]]
 Entry = tuple[bytes, bytes | None]
@@ -108,6 +108,11 @@ class SharedView:
     def count(self, table: str) -> int:
         (reply,) = self._asked(("ZCARD", keys_of_table(table)))
         return int(reply)  # type: ignore[arg-type]
+
+    def num_bytes(self) -> int:
+        places = [values_of_table(table) for table in TABLES if table not in KEYS_ONLY]
+        places += [keys_of_table(table) for table in TABLES]
+        return sum(size or 0 for size in self._asked(*(("MEMORY", "USAGE", place) for place in places)))  # type: ignore[misc]
 
     def scan(
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None

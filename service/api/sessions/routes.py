@@ -319,8 +319,8 @@ async def delete(request: web.Request) -> web.Response:
 async def fork(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_optional_body(request, ForkBody)
-    new_key = SessionKey(key.tenant, secrets.token_hex(turns.ID_BYTES))
-    head = await context.engine.call(turns.fork, context.engine.engine, key, body.turn, new_key)
+    new_id, admin = secrets.token_hex(turns.ID_BYTES), context.engine.engine.admin
+    head = await context.engine.call(admin.fork_session, key.session_id, body.turn, new_id, key.tenant)
     return json_response(_info(context, head))
 
 

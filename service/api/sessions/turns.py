@@ -230,7 +230,7 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
         )
     if wanted.fork_of is not None and not engine.sessions.exists(key):
         parent = wanted.fork_of
-        fork(engine, SessionKey(wanted.tenant, parent.session_id), parent.turn, key, parent.is_version)
+        engine.admin.fork_session(parent.session_id, parent.turn, wanted.session_id, wanted.tenant, parent.is_version)
     head = find_session(engine, key)
     said = "".join(message["content"] for message in head.system)
     if wanted.system is not None and wanted.system != said:
@@ -274,16 +274,6 @@ async def check_exists(context: Context, key: SessionKey) -> None:
 
 def unknown_session(session_id: str) -> SessionNotFoundError:
     return SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-
-
-def fork(
-    engine: Engine, source: SessionKey, turn: int | None, new_key: SessionKey, is_version: bool = False
-) -> SessionHead:
-    """Raises SessionNotFoundError, and ApiError 400 for a turn that the session does not have."""
-    head = find_session(engine, source)
-    if turn is not None and turn > head.num_turns:
-        raise bad_request("turn", f"turn is {turn}; session {source.session_id!r} has turns 1 to {head.num_turns}")
-    return engine.sessions.fork(source, turn, new_key, is_version).wait()
 
 
 async def delete(context: Context, key: SessionKey) -> int:

@@ -116,6 +116,18 @@ def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened
     check_gone(engine, tmp_path / "store", needles)
 
 
+def test_a_deletion_is_finished_once_the_answers_are_forgotten(model, tmp_path):
+    """Their file is gone while the store is open, and nothing can be taken out of it."""
+    key = SessionKey("", "secret")
+    with open_engine(model, tmp_path / "store") as engine:
+        talk(engine.chat("secret"), 1, "secret matter")
+        (tmp_path / "store/answers/data.mdb").unlink()
+        engine.admin.delete_session("secret")
+        assert [one.key for one in engine.sessions.upkeep.pending_deletions()] == [key]
+    with open_engine(model, tmp_path / "store") as engine:
+        assert list(engine.sessions.upkeep.pending_deletions()) == []
+
+
 def fresh_admin(engine):
     """One that has not made its round of a minute yet."""
     return admin.Admin(engine.chats, engine.answers)

@@ -33,7 +33,7 @@ def test_the_list_is_of_one_tenant(url):
 
 def test_a_session_is_shown_and_deleted_for_everybody(url, redis):
     shown = ask_shared(url, "sessions.show", {"session": OTHER})
-    assert shown["session"]["turns"] == 1 and shown["messages"] and shown["aside"] == []
+    assert shown["session"]["turns"] == 1 and shown["messages"]
     found = ask_shared(url, "sessions.delete", {"session": OTHER})
     assert found["deleted"] is True and found["blocks"] > 0
     server = shared_store(redis)
@@ -41,13 +41,9 @@ def test_a_session_is_shown_and_deleted_for_everybody(url, redis):
     assert server.head(SessionKey("", "talk")).num_turns == 2
     assert len(server.upkeep.pending_deletions()) == 1, "each server takes the KV out of its own tiers"
     server.close()
-    for command in ("sessions.show", "sessions.delete", "sessions.repair"):
+    for command in ("sessions.show", "sessions.delete"):
         with pytest.raises(StoreError, match=r"no session 'talk' of tenant 'ann' among the shared ones"):
             ask_shared(url, command, {"session": OTHER})
-
-
-def test_what_is_whole_needs_no_repair(url):
-    assert ask_shared(url, "sessions.repair", {"session": TALK}) == {"repaired": False, "turns": 2, "aside": 0}
 
 
 def test_what_only_a_server_can_do_is_refused(url):

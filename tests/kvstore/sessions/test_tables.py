@@ -28,7 +28,7 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
     for read in reads:
         with pytest.raises(StoreError, match=r"session red is damaged .*checksum"):
             read()
-    assert store.transactions.damaged == {store.head(KEY).number} and store.stats()["damaged"] == 1
+    assert store.damage.numbers == {store.head(KEY).number} and store.stats()["damaged"] == 1
     assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
     assert store.load(SessionKey(TENANT, "green")) is not None
     assert any("session red is damaged" in problem for problem in store.upkeep.check().problems)

@@ -1,4 +1,6 @@
-"""Groups of changes: one transaction each, a refusal that costs no other change, and what a full disk leaves whole."""
+"""Groups of changes: one transaction each, a refusal that costs no other change, what a full disk leaves whole, and
+that nobody waits for ever.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -7,11 +9,12 @@ from contextlib import contextmanager
 import pytest
 
 from kvstore.errors import DegradedError, StoreError
+from kvstore.sessions import storage as module
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.storage import DiskTables, SessionTransactions
-from kvstore.sessions.tables import COUNTERS
-from tests.children.session_child import TENANT, content, expected, make_turn, open_file, talk
-from tests.support.faults import largest_file
+from kvstore.sessions.storage import DiskTables, Transactions
+from kvstore.sessions.tables import COUNTERS, TABLES
+from tests.children.session_child import TENANT, content, expected, open_file, talk
+from tests.support.faults import constants, largest_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY = SessionKey(TENANT, "red")
@@ -24,7 +27,7 @@ def outcomes():
 
 @pytest.fixture
 def transactions(tmp_path, outcomes):
-    one = SessionTransactions(DiskTables(lambda: open_file(tmp_path / "sessions")), outcomes.append)
+    one = Transactions("it", DiskTables(lambda: open_file(tmp_path / "sessions"), TABLES), outcomes.append)
     yield one
     one.close()
 
@@ -68,8 +71,8 @@ def test_what_waits_together_is_one_transaction_and_a_refusal_costs_no_other_cha
     assert (tickets[0].wait(TIMEOUT_S), tickets[2].wait(TIMEOUT_S), names(transactions)) == (b"a", b"b", [b"a", b"b"])
     with pytest.raises(StoreError, match="refused"):
         tickets[1].wait(TIMEOUT_S)
-    found = counts(transactions, "commits", "committed", "refused", "failed", "grown", "largest_group", "queued")
-    assert found == (2, 3, 1, 0, 0, 3, 0)
+    found = counts(transactions, "commits", "committed", "refused", "failed", "largest_group", "queued")
+    assert found == (2, 3, 1, 0, 3, 0)
     assert [len(group) for group in outcomes] == [1, 3] and outcomes[1][::2] == [b"a", b"b"]
 
 
@@ -85,17 +88,54 @@ def test_a_compaction_keeps_its_place_among_the_changes(transactions, tmp_path):
     assert counts(transactions, "commits", "failed", "largest_group") == (4, 0, 1)
 
 
-def test_the_map_grows_when_it_is_full(on_disk):
+def test_who_comes_during_a_commit_waits_for_the_next_group_and_a_full_queue_makes_wait(transactions, outcomes):
+    with constants(module, MAX_QUEUE=2), one_group(transactions):
+        thread = threading.Thread(target=lambda: [transactions.submit(put(name)) for name in (b"a", b"b", b"c")])
+        thread.start()
+        wait_until(lambda: transactions.stats()["queued"] == 2, "a full queue")
+        assert thread.is_alive() and names(transactions) == []
+    thread.join(TIMEOUT_S)
+    transactions.close()
+    transactions.close()
+    assert [name for group in outcomes[1:] for name in group] == [b"a", b"b", b"c"]
+    for call in (lambda: transactions.submit(put(b"d")), lambda: names(transactions)):
+        with pytest.raises(StoreError, match="it is closed"):
+            call()
+
+
+def test_what_is_not_urgent_waits_for_what_is_or_for_the_end(transactions, outcomes):
+    with constants(module, PAUSE_S=600.0):
+        tickets = [transactions.submit(put(name), is_urgent=False) for name in (b"a", b"b")]
+        with pytest.raises(StoreError, match="not durable after"):
+            tickets[0].wait(0.1)
+        assert transactions.submit(put(b"c")).wait(TIMEOUT_S) == b"c"
+        assert [ticket.wait(TIMEOUT_S) for ticket in tickets] == [b"a", b"b"] and outcomes == [[b"a", b"b", b"c"]]
+        transactions.submit(put(b"d"), is_urgent=False)
+        transactions.close()
+    assert outcomes[1:] == [[b"d"]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_leaves_nobody_waiting(transactions):
+    def fail(_) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with one_group(transactions):
+        tickets = [transactions.submit(change) for change in (put(b"a"), fail, put(b"b"))]
+    for ticket in (*tickets, *tickets):
+        with pytest.raises(StoreError, match="it stopped after an internal error: ZeroDivisionError"):
+            ticket.wait(TIMEOUT_S)
+    with pytest.raises(StoreError, match="internal error"):
+        transactions.submit(put(b"c"))
+    assert names(transactions) == []
+
+
+def test_the_map_has_room_for_more_than_a_file_takes_at_first(on_disk):
     store = on_disk()
-    turns = []
-    for number in range(1, 40):
-        turns.append(make_turn("red", number, messages=[{"role": "user", "content": f"{number}" * 40_000}]))
-        store.commit_turn(KEY, turns[-1]).wait()
-    assert store.stats()["grown"] >= 2
-    assert content(store.load(KEY)) == expected(turns)
+    turns = talk(store, KEY, 20, messages=[{"role": "user", "content": "long " * 800_000}])
     store = on_disk()
     assert content(store.load(KEY)) == expected(turns)
-    talk(store, KEY, 41)
+    assert 80_000_000 < store.stats()["bytes"] < 90_000_000
 
 
 def test_of_a_group_only_what_is_too_large_for_the_disk_fails(transactions, outcomes):

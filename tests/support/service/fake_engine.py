@@ -39,7 +39,7 @@ class FakeSession:
         if text == "too long":
             raise ContextLengthError("the prompt has 2,000 tokens, the window 1,024", 2000, 1024)
         if text == "disk full":
-            raise DegradedError("not stored, the session store's disk failed")
+            raise DegradedError("not stored, the disk failed")
         words = text.upper().split(" ")
         try:
             for index, word in enumerate(words):

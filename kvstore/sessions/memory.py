@@ -1,0 +1,86 @@
+"""Tables in memory, for stores without files."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from kvstore.sessions.sharing import Alone, Sharing
+from kvstore.sessions.tables import Place, View
+
+ENTRY_BYTES = 200  # what a record takes beside its bytes
+
+
+class _MemoryTable:
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.keys: list[bytes] = []  # sorted
+
+
+class MemoryTables:
+    """As `DiskTables`, one transaction at a time. Nothing fails in here, so nothing is rolled back."""
+
+    sharing: Sharing = Alone()
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._tables = {name: _MemoryTable() for name in names}
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def read(self) -> Iterator[View]:
+        with self._lock:
+            yield self
+
+    write = read
+
+    def get(self, table: str, key: bytes) -> bytes | None:
+        return self._tables[table].values.get(key)
+
+    def put(self, table: str, key: bytes, value: bytes) -> None:
+        self.delete(table, key)
+        it = self._tables[table]
+        insort(it.keys, key)
+        it.values[key] = value
+        self._num_bytes += len(key) + len(value) + ENTRY_BYTES
+
+    def delete(self, table: str, key: bytes) -> None:
+        it = self._tables[table]
+        value = it.values.pop(key, None)
+        if value is not None:
+            del it.keys[bisect_left(it.keys, key)]
+            self._num_bytes -= len(key) + len(value) + ENTRY_BYTES
+
+    def count(self, table: str) -> int:
+        return len(self._tables[table].keys)
+
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def scan(
+        self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        it = self._tables[table]
+        step = -1 if reverse else 1
+        end = prefix + b"\xff" * 32 if before is None else before
+        at = bisect_left(it.keys, end) - 1 if reverse else bisect_left(it.keys, prefix)
+        while 0 <= at < len(it.keys) and it.keys[at].startswith(prefix):
+            yield it.keys[at], it.values[it.keys[at]]
+            at += step
+
+    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
+        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
+
+    def expect(self, places: Sequence[Place]) -> None:
+        return
+
+    def compact(self) -> None:
+        """There is no file."""
+
+    reopen = close = compact
+
+    def is_lost(self) -> bool:
+        return False
