@@ -50,7 +50,7 @@ def may_go(tree: EvictionTree) -> list[Hashable]:
         for key in tree.links.parents
         if key not in tree.links.children_of
         and tree._is_free(key)
-        and (key in tree._unowned or tree.owner_of.get(key) in tree._order)
+        and (key in tree._unowned or tree.owner_of.get(key) in tree.order)
     ]
 
 
