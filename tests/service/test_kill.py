@@ -264,7 +264,8 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
         os.kill(server.engine.core.pid, signal.SIGSTOP)
         try:
             with ThreadPoolExecutor(64) as clients:
-                asked = [clients.submit(ask, server, route, known, deleted) for route in ROUTES]
+                beside = [route for route in ROUTES if route.path != "/admin/drain"]  # drained, it refuses all others
+                asked = [clients.submit(ask, server, route, known, deleted) for route in beside]
                 streamed = clients.submit(stream.rest)
                 begun = Stream(server, "/v1/chat/completions", BODIES["/v1/chat/completions"])  # while all others ask
                 found = dict(one.result() for one in asked)
@@ -281,6 +282,8 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
             answered = {name for name, reply in found.items() if reply.status == 200}
             assert {"GET /metrics", "GET /v1/models", "GET /health", "POST /tokenize", "GET /"} <= answered
             assert all(reply.status in (200, 400, 404, 503, 504) for reply in found.values()), found
+            for method in ("POST", "DELETE"):
+                assert server.request(method, "/admin/drain", None, ADMIN).status == 200
             server.wait_until(lambda: server.engine.core.silent_s > 5.0, "the silence is noticed")
             assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
             assert server.get("/ready").status == 503
