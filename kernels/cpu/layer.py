@@ -84,7 +84,7 @@ def _multiplies(function: Callable[..., int], columns: int, most: int) -> bool:
     packed = weight.view(columns, 32, 2).transpose(0, 1).contiguous()
     product = _Product(packed.data_ptr(), 0, 64, columns)
     for num_rows in (count for count in _TRIED_ROWS if count <= most):
-        found = torch.empty(num_rows, columns, dtype=x.dtype)
+        found = torch.full((num_rows, columns), float("nan"), dtype=x.dtype)  # for rows left out
         function(ctypes.addressof(product), x.data_ptr(), found.data_ptr(), num_rows, num_threads())
         if not torch.equal(found, (x[:num_rows].float() @ weight.float().T).to(x.dtype)):
             return False
