@@ -403,7 +403,7 @@ class MessagesError(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, error: ApiError, request_id: str) -> Self:
         message = error.message
-        if isinstance(cause := error.__cause__, ContextLengthError):  # by these words clients know what to compact
+        if isinstance(cause := error.__cause__, ContextLengthError):  # at these words clients compact
             message = f"prompt is too long: {cause.requested_tokens} tokens > {cause.limit_tokens} maximum; {message}"
         kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return cls(error=MessagesErrorInfo(kind, message), request_id=request_id)
