@@ -281,7 +281,9 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
             assert waits <= late.keys()
             answered = {name for name, reply in found.items() if reply.status == 200}
             assert {"GET /metrics", "GET /v1/models", "GET /health", "POST /tokenize", "GET /"} <= answered
-            assert all(reply.status in (200, 400, 404, 503, 504) for reply in found.values()), found
+            busy = (409, "session_busy")  # the engine has not let go of what another route began in this conversation
+            odd = {name: reply for name, reply in found.items() if reply.status not in (200, 400, 404, 503, 504)}
+            assert all((reply.status, reply.error["code"]) == busy for reply in odd.values()), odd
             for method in ("POST", "DELETE"):
                 assert server.request(method, "/admin/drain", None, ADMIN).status == 200
             server.wait_until(lambda: server.engine.core.silent_s > 5.0, "the silence is noticed")
