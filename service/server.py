@@ -61,6 +61,8 @@ def run_serve(
     anything is opened, and KVStoreError when the port or the model cannot be.
     """
     check_engine(model, engine_arguments, options)
+    if engine_factory is None:
+        do_without_torch()
     server = Server(options, fleet_key=fleet_key_of(engine_arguments))
     ensure_descriptors(options.max_connections)
     set_up_logging(options.log_format, options.log_level)
@@ -83,6 +85,14 @@ def check_engine(model: str | None, engine_arguments: Mapping[str, Any], options
         raise ConfigError("device", value, "give cpu or auto")
     if model is None or local_path(model) is not None:
         check_speaks(model, engine_arguments, chats=False)
+
+
+def do_without_torch() -> None:
+    """From now on `import torch` fails in this process, unless it is loaded already. transformers is imported for its
+    tokenizers only, would load torch where it finds it, and has no setting for that. The engine's process has torch.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's documented way to forbid an import
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 def has_driver() -> bool:

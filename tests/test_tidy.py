@@ -86,7 +86,9 @@ TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.
 ASSEMBLERS = {
     "kvstore.store.assembly", "kvstore.engine.client.local", "kvstore.engine.ranks.follower",
 }  # fmt: skip
-DECIDES = {"kvstore.memory.tier", "kvstore.rope.splice", "kvstore.engine.model.files"}  # beside tensors, without any
+DECIDES = {  # beside tensors, without any
+    "kvstore.memory.tier", "kvstore.rope.splice", "kvstore.engine.model.files", "kvstore.engine.model.tokenizer",
+}  # fmt: skip
 HEAVY = {"torch", "transformers", "triton"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}

@@ -20,6 +20,7 @@ from kvstore.engine.client.remote import RemoteCore
 from kvstore.engine.client.several import SeveralCores
 from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.model.files import find_model
+from kvstore.engine.model.tokenizer import load_tokenizer
 from kvstore.engine.process.channel import Start
 from kvstore.engine.process.child import SLOW_FACTOR, Child, Heart
 from kvstore.engine.progress import begin
@@ -114,8 +115,7 @@ def open_own(
             start = partial(Child, Start(silence_s, one.arguments(), store), settings)
             cores.append(RemoteCore(start, max_restarts, shutdown_s))
             opened.callback(cores[-1].close)
-        from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
-
+        # While the processes load.
         tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
         for core in cores:
             core.started.result()

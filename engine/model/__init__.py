@@ -7,11 +7,12 @@ Knows no scheduler. `step` runs its steps.
 - `files`: a model's files before anything is loaded: where they are, and what cannot be served
 - `interception`: a Hugging Face causal LM whose keys reach us without position
 - `lean`: decoder layers on a CPU in few operations, if these compute the same
-- `loading`: loads a model, its tokenizer and its window from a directory or hub id; a digest of the model, so that
-  another one never hits
+- `loading`: loads a model and its window from a directory or hub id; a digest of the model, so that another one never
+  hits
 - `parallel/`: the part of a model that one rank has, and how parts become whole
 - `packing`: linear weights packed once, fused modules in place of the model's own
 - `probe`: observes how a model rotates its keys, and refuses it when that cannot be served
+- `tokenizer`: a model's tokenizer
 
 Decisions:
 

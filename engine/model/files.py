@@ -263,5 +263,10 @@ def _not_fetched(hub_id: str, revision: str | None, error: Exception) -> ModelEr
         return (ModelError if is_off else HubError)(
             f"{hub_id} is no directory here and not complete in the hub's cache, and {why}; give a local directory"
         )
-    first = str(error).strip().split("\n")[0][:300]
-    return HubError(f"cannot get {hub_id} from the hub: {first or type(error).__name__}")
+    return HubError(f"cannot get {hub_id} from the hub: {first_line(error) or type(error).__name__}")
+
+
+# -- what others raise -----------------------------------------------------------------------------------------------
+def first_line(error: Exception) -> str:
+    """What a library's error says, in one line."""
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error).strip().split("\n")[0][:300]

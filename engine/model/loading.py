@@ -1,4 +1,4 @@
-"""From a directory or a hub id to a Hugging Face model, its tokenizer and its window.
+"""From a directory or a hub id to a Hugging Face model, with its tokenizer and its window.
 
 A digest of its weights, frequencies, configuration and layout is the root of its blocks' lineage: so one store can hold
 several models and never mixes them. Every failure is one clear line.
@@ -18,9 +18,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text, window_of
+from kvstore.engine.model.files import find_model, first_line, window_of
 from kvstore.engine.model.parallel.cutting import check_divides, load_part
 from kvstore.engine.model.parallel.group import Part
+from kvstore.engine.model.tokenizer import tokenizer_in
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
@@ -79,7 +80,7 @@ def load(
     if window is None:
         raise ConfigError("max_model_len", "not set", "give it, as the model does not say how long its window is")
     target = _device(device)
-    tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)
+    tokenizer = tokenizer_in(directory, tokenizer_of, chat_template)
     if check is not None:
         check(config, tokenizer)
     network = _network(source, config, dtype, part).to(target).eval().requires_grad_(False)
@@ -107,19 +108,14 @@ def _sampling_defaults(config: Any) -> dict[str, float]:
     return defaults
 
 
-def _first_line(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"it lacks {error}"
-    if isinstance(error, StrictDataclassError):  # the first line names the field, the next one says what is wrong
-        return " ".join(str(error).split())[:300]
-    return str(error).strip().split("\n")[0][:300]
-
-
 def _config(source: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot read the configuration of {source}: {first_line(error)}") from error
+    except StrictDataclassError as error:  # its first line names the field, the next one says what is wrong
+        why = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot read the configuration of {source}: {why}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{source} is an encoder-decoder ({config.model_type}); only decoders are served")
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -153,7 +149,7 @@ def _network(source: str, config: Any, dtype: str, part: Part | None) -> Any:
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         _check_weights(source)
-        raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load {source}: {first_line(error)}") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
         if bar:
@@ -174,7 +170,7 @@ def _check_weights(source: str) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ModelError(f"{file} is incomplete or damaged; fetch it again ({_first_line(error)})") from error
+            raise ModelError(f"{file} is incomplete or damaged; fetch it again ({first_line(error)})") from error
 
 
 def _device(name: str) -> torch.device:
@@ -195,43 +191,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def load_tokenizer(
-    model: str | Path | None, tokenizer_of: str | None = None, revision: str | None = None,
-    chat_template: str | None = None,
-) -> Any:  # fmt: skip
-    """The tokenizer that `load` would find. Fetches no weights. Raises ModelError and ConfigError."""
-    return _tokenizer_for(find_model(model, revision, with_weights=False), tokenizer_of, chat_template)
-
-
-def _tokenizer_for(directory: Path, tokenizer_of: str | None, chat_template: str | None) -> Any:
-    given = None if chat_template is None else template_text(chat_template)
-    tokenizer = _tokenizer(directory if tokenizer_of is None else find_tokenizer(tokenizer_of))
-    if given is None:
-        return tokenizer
-    if tokenizer is None:
-        raise ConfigError("tokenizer", "not set, and the model has none for this chat template", "give one, too")
-    tokenizer.chat_template = given
-    return tokenizer
-
-
 def _check_vocabulary(tokenizer: Any, name: str, network: Any) -> None:
     num_rows = network.get_input_embeddings().num_embeddings
     if len(tokenizer) > num_rows:
         raise ModelError(f"the tokenizer {name} has {len(tokenizer):,} tokens, but the model knows {num_rows:,}")
-
-
-def _tokenizer(directory: Path) -> Any:
-    if not has_tokenizer(directory):
-        return None
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"cannot load the tokenizer of {directory}: {_first_line(error)}") from error
-    if not tokenizer.is_fast:
-        raise ModelError(f"{directory} has no fast tokenizer (tokenizer.json), which incremental text needs")
-    tokenizer.backend_tokenizer.no_truncation()  # its file may ask for it, and only some calls undo that
-    tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
 
 
 def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:

@@ -223,6 +223,7 @@ def test_one_of_two_engines_is_killed_while_both_answer(tmp_path):
         assert [one["process"]["restarts"] for one in engines(server)] == [1, 0]
         shown = run_command("stats", "--store", store)
         assert shown.returncode == 0 and "2 of 2 answer; open requests: 0 and 0" in shown.stdout, shown
+        assert server.with_torch == [False, True, True]
         processes = server.cores
         server.process.terminate()
         assert server.process.wait(60) == 0 and len(processes) == 2 and all(map(is_gone, processes))

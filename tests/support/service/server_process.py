@@ -46,6 +46,12 @@ class ServerProcess:
     def core(self) -> psutil.Process | None:
         return next(iter(self.cores), None)
 
+    @property
+    def with_torch(self) -> list[bool]:
+        """Whether torch is loaded: in the server's process, then in those of its engines."""
+        pids = [self.process.pid, *(core.pid for core in self.cores)]
+        return ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+
     def admin(self, method: str, path: str) -> Reply:
         return self.request(method, path, {} if method == "POST" else None, ADMIN)
 

@@ -61,6 +61,7 @@ def test_a_history_with_calls_hits_after_kill_9(tmp_path):
         reply = server.post(path, {"messages": asked, **MUST, "tools": [WEATHER]}).json()
         server.flush()
         server.post(path, {"messages": [{"role": "user", "content": "And in Oslo?"}], **MUST})
+        assert server.with_torch == [False, True]
         cores = server.cores
         server.kill()  # what was told is durable
     psutil.wait_procs(cores)  # they hold the store, too
