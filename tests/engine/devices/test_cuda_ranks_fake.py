@@ -59,15 +59,17 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
 
 
 CASES = [
-    pytest.param({"tensor_parallel_size": 2}, True, marks=needs_triton, id="tensor, kernels"),
-    pytest.param(BOTH, False, id="both"),
+    pytest.param({"tensor_parallel_size": 2}, True, 1, marks=needs_triton, id="tensor, kernels"),
+    pytest.param(BOTH, False, 2, id="both"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "has_triton"), CASES)
-def test_several_devices_say_what_one_process_does(model, plain, sizes, has_triton, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("sizes", "has_triton", "num_layers"), CASES)
+def test_several_devices_say_what_one_process_does(saved_model, sizes, has_triton, num_layers, tmp_path, monkeypatch):
     """Computed, then loaded by all, and last by one process without a device."""
-    before, answers = children(os.getpid()), [plain(prompt, 4) for prompt in PROMPTS]
+    before, model = children(os.getpid()), saved_model(num_hidden_layers=num_layers)
+    with open_engine(model) as plain:
+        answers = [ask(plain, prompt).token_ids for prompt in PROMPTS]
     count = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
     with devices(monkeypatch, has_triton, count), engine_on_cuda(model, tmp_path / "store", **sizes) as engine:
         check_says(engine, answers, PROMPTS)
