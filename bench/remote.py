@@ -32,16 +32,16 @@ from typing import Any
 from bench.common import Report, alternate, arguments, median, random_prompts, run, spread
 from bench.peers.__main__ import model_folder
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.disk.io_queue import Read, ReadDone
 from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
-from kvstore.remote.breaker import FIRST_S
 from kvstore.remote.names import SECRET_VARIABLE, BlockNames, FleetSecret
 from kvstore.remote.redis_blocks import RedisBlocks
 from kvstore.remote.resp import RespClient
-from kvstore.remote.shared import Put, Shared, SharedChain
-from kvstore.remote.tier import RemoteTier
+from kvstore.tiers.port import BlockTier, Chain, ReadJob, WriteJob
+from kvstore.tiers.work import ReadDone, WriteDone
+from kvstore.tiers.worker import TierWorker, WorkerLimits
 
+A_SECOND = 1.0
 SIZES = {"12 KiB": 12 << 10, "128 KiB": 128 << 10, "2 MiB": 2 << 20}
 BATCH_BYTES = 4 << 20
 WINDOW, NUM_NEW = 4096, 16
@@ -134,18 +134,17 @@ def bench_size(report: Report, repeats: int, port: int, name: str, size: int, nu
 class ThroughTier:
     """Blocks of one chain there, and room for all of them: read by the tier's threads, each of them checked."""
 
-    def __init__(self, shared: Shared, size: int, count: int) -> None:
+    def __init__(self, tier: BlockTier, size: int, count: int) -> None:
         self._woken = threading.Event()
-        self.tier = RemoteTier(shared, self._woken.set)
+        self.tier = TierWorker("remote", tier, self._woken.set, WorkerLimits(gather_s=0.0))
         ids = [bytes(32), *(os.urandom(32) for _ in range(count))]
         tokens = bytes(4 * 16)
         records = [BlockRecord(one, parent, tokens, bytes(32)) for parent, one in pairwise(ids)]
         places = [memoryview(bytearray(size)) for _ in records]
-        self._reads = [Read(i, record, place) for i, (record, place) in enumerate(zip(records, places, strict=True))]
+        self._reads = [ReadJob(i, record, place) for i, (record, place) in enumerate(zip(records, places, strict=True))]
         payload = memoryview(os.urandom(size))
-        puts = [Put(i, record, lambda: payload) for i, record in enumerate(records)]
-        if not self.tier.put(0, SharedChain(ids[0], tuple(ids[1:])), puts):
-            raise RuntimeError("the tier does not answer")
+        jobs = [WriteJob(i, record, size, lambda: payload, i) for i, record in enumerate(records)]
+        self.tier.submit_writes(jobs, Chain(ids[0], tuple(ids[1:])))
         self._wait(1)
 
     def _wait(self, count: int) -> None:
@@ -153,6 +152,8 @@ class ThroughTier:
             self._woken.wait()
             self._woken.clear()
             for done in self.tier.completed():
+                if isinstance(done, WriteDone) and done.error is not None:
+                    raise RuntimeError(f"the tier does not answer: {done.error}")
                 if isinstance(done, ReadDone) and done.result is not ReadResult.OK:
                     raise RuntimeError(f"a block came back {done.result.value}")
                 count -= 1
@@ -160,7 +161,7 @@ class ThroughTier:
     def read_all(self, num_times: int) -> None:
         for _ in range(num_times):
             for read in self._reads:
-                self.tier.reads.submit(read)
+                self.tier.submit_read(read)
             self._wait(len(self._reads))
 
 
@@ -301,11 +302,11 @@ def bench_outage(report: Report, repeats: int, folder: Path, model: str, history
             after.append((began_s, arms["with"].new_turn_s()))
             times["without"].append(arms["without"].new_turn_s())
         plain = median(times["without"])
-        later = [seconds for began_s, seconds in after if began_s > FIRST_S]
+        later = [seconds for began_s, seconds in after if began_s > A_SECOND]
         name = signal.Signals(harm).name
         for what, some in (
             ("before", times["with"]), ("the first one after", [after[0][1]]),
-            ("the slowest within a second", [seconds for began_s, seconds in after if began_s <= FIRST_S]),
+            ("the slowest within a second", [seconds for began_s, seconds in after if began_s <= A_SECOND]),
             ("later than a second", later), ("the slowest of those", [max(later)]),
         ):  # fmt: skip
             ms = 1000 * (max(some) if "slowest" in what else median(some))

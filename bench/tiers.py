@@ -31,12 +31,14 @@ from kvstore.disk import codec
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.io_queue import BATCH_BYTES, NUM_READERS, IoQueue, Read, ReadDone
 from kvstore.disk.tier import DiskTier
 from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
+from kvstore.tiers.port import ReadJob
+from kvstore.tiers.work import ReadDone
+from kvstore.tiers.worker import BATCH_BYTES, USUAL, TierWorker
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_HEADS = 24, 2, 64, 16, 14
 WINDOW, STEP_TOKENS = 32768, 2048
@@ -167,8 +169,8 @@ class Bench:
         def plain(drop: bool) -> float:
             if drop and drop_from_page_cache(file, size) is None:
                 return math.nan
-            with file.open("rb", buffering=0) as source, ThreadPoolExecutor(NUM_READERS) as pool:
-                list(pool.map(time.sleep, [0.001] * NUM_READERS))  # so that the threads exist
+            with file.open("rb", buffering=0) as source, ThreadPoolExecutor(USUAL.num_readers) as pool:
+                list(pool.map(time.sleep, [0.001] * USUAL.num_readers))  # so that the threads exist
                 return timed(lambda: read_plain(source.fileno(), memoryview(memory), size, pool))
 
         names = ("disk -> CPU", "plain file")
@@ -261,16 +263,16 @@ def write_all(tier: DiskTier, records: Sequence[BlockRecord], arena: Arena) -> N
 def reading(tier: DiskTier, arena: Arena) -> Iterator[Callable[[Sequence[BlockRecord]], None]]:
     """Read records into the arena blocks of the same number. All are queued at once, like those of a request."""
     woken = threading.Event()
-    queue = IoQueue(tier, woken.set)
+    worker = TierWorker("disk", tier, woken.set)
 
     def read(records: Sequence[BlockRecord]) -> None:
         for arena_block, record in enumerate(records):
-            queue.submit_read(Read(arena_block, record, arena.view(arena_block)))
+            worker.submit_read(ReadJob(arena_block, record, arena.view(arena_block)))
         num_done = 0
         while num_done < len(records):
             woken.wait()
             woken.clear()
-            for done in queue.completed():
+            for done in worker.completed():
                 if not isinstance(done, ReadDone) or done.result is not ReadResult.OK:
                     raise RuntimeError(f"a block was not read: {done}")
                 num_done += 1
@@ -278,7 +280,7 @@ def reading(tier: DiskTier, arena: Arena) -> Iterator[Callable[[Sequence[BlockRe
     try:
         yield read
     finally:
-        queue.close(10.0)
+        worker.close(10.0)
 
 
 def read_plain(fd: int, memory: memoryview, size: int, pool: ThreadPoolExecutor) -> None:

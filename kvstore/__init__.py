@@ -7,6 +7,7 @@ engine.
 - `blocks/`: ids, records, pools, the forest of cached blocks
 - `policy/`: who stays, what comes early
 - `memory/`: the CPU tier and its transfers
+- `tiers/`: the port of every tier below the CPU, and the worker that uses it
 - `disk/`: the disk tier
 - `store/`: the control plane
 - `sessions/`: durable conversations and answers

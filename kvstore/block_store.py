@@ -6,7 +6,6 @@ The seam to other engines, as `connector` is the one to ours. Puts the parts tog
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,24 +19,18 @@ from kvstore.blocks.keys import MAX_KEY_BYTES, MAX_POSITION, Namespace
 from kvstore.blocks.records import Finished
 from kvstore.config import format_size, one_of, parse_size
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
 from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
 from kvstore.errors import ConfigError, DegradedError, StoreError
 from kvstore.forks import leave_to_parent
-from kvstore.policy.planner import Planner
-from kvstore.policy.policies import POLICIES, Steering
-from kvstore.stats import StoreStats
-from kvstore.store.history import Learned
-from kvstore.store.host_blocks import HostBlocks
+from kvstore.policy.policies import POLICIES
+from kvstore.store.host_blocks import HostBlocks, open_host_parts
 from kvstore.store.housekeeping import Housekeeper
 from kvstore.store.parts import DiskParts
-from kvstore.store.progress import StoreProgress
 from kvstore.store.upkeep import TieredUpkeep
 
 LEAST_CAPACITY_BYTES = 4 << 20  # below it LMDB has no room to move
 LARGEST_BLOCK = 8  # of the capacity; larger ones would leave too little for others
-USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations; blocks may have any size
 
 
 class BlockStore:
@@ -64,7 +57,9 @@ class BlockStore:
             opened.callback(disk.close)
             self._names = Namespace(disk.directory.secret, namespace, label(owner))
             self._capacity_bytes = capacity_bytes
-            self._running = _Upkept(_open_parts(disk, capacity_bytes, policy, self._names), owner, opened)
+            names = self._names
+            parts = open_host_parts(disk, capacity_bytes, policy, names.fingerprint.hex(), {names.root})
+            self._running = _Upkept(parts, owner, opened)
         self._parts = self._running.parts
         self._store, self._lock = self._parts.store, self._parts.lock
         self._finalizer = weakref.finalize(self, self._running.close)  # also at the interpreter's exit
@@ -242,20 +237,6 @@ def _bytes_of(memory: memoryview, writable: bool = False) -> memoryview:
 
 
 # -- while it is open ------------------------------------------------------------------------------------------------
-def _open_parts(opening: OpeningDisk, capacity_bytes: int, policy: str, names: Namespace) -> DiskParts[HostBlocks]:
-    clock, stats, progress = time.time, StoreStats(), StoreProgress()
-    model = names.fingerprint.hex()
-    learned = Learned(opening.directory.path, model, stats)
-    steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
-    stats.policy_file_errors += steering.state_was_bad
-    planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
-    learned.restore(planner)
-    disk = opening.join()
-    io = IoQueue(disk.tier, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
-    store = HostBlocks(disk, io, steering, planner, stats, clock, {names.root})
-    return DiskParts(opening.directory, threading.RLock(), progress, store, disk.tier, io, learned)
-
-
 class _Closed:
     """Stands in for a closed store."""
 

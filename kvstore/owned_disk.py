@@ -6,7 +6,6 @@ disk of its own gives them, so that either finds what the other has stored. Load
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,22 +18,14 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted, ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.codec import Codec, Header, decode_header, encode_head, is_intact
-from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
 from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
-from kvstore.policy.planner import Planner
-from kvstore.policy.policies import Steering
 from kvstore.remote.disk_owner import OwnerServer, Value
-from kvstore.stats import StoreStats
-from kvstore.store.history import Learned
-from kvstore.store.host_blocks import HostBlocks
+from kvstore.store.host_blocks import open_host_parts
 from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.parts import DiskParts
-from kvstore.store.progress import StoreProgress
 from kvstore.store.upkeep import TieredUpkeep
 
-USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations
 LARGEST_BLOCK = 4  # of the capacity
 SOCKET_NAME = "disk.sock"
 PUT_S = 60.0  # how long a batch may take until it is durable; who asked gives up earlier
@@ -70,7 +61,9 @@ class OwnedDisk:
         self._capacity_bytes = int(tiers.disk)
         with ExitStack() as opened:
             opened.callback(folder.remove)
-            self._parts = _open_parts(disk, tiers, policy)
+            opened.callback(disk.close)
+            tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
+            self._parts = open_host_parts(disk, self._capacity_bytes, policy, RATES_NAME, None, tenant_bytes)
             opened.callback(self._parts.close)
             self._store, self._lock = self._parts.store, self._parts.lock
             self._upkeep = TieredUpkeep(self._parts)
@@ -207,26 +200,6 @@ class OwnedDisk:
     def _store_disk(self) -> DiskTier:
         assert self._parts.disk is not None
         return self._parts.disk
-
-
-def _open_parts(opening: OpeningDisk, tiers: CacheTiers, policy: str) -> DiskParts[HostBlocks]:
-    """opening: is closed with the parts, also if this raises."""
-    capacity_bytes = int(tiers.disk)
-    clock, stats, progress = time.time, StoreStats(), StoreProgress()
-    with ExitStack() as opened:
-        opened.callback(opening.close)
-        learned = Learned(opening.directory.path, RATES_NAME, stats)
-        steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
-        stats.policy_file_errors += steering.state_was_bad
-        planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
-        learned.restore(planner)
-        disk = opening.join()
-        io = IoQueue(disk.tier, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
-        tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
-        store = HostBlocks(disk, io, steering, planner, stats, clock, None, tenant_bytes)
-        parts = DiskParts(opening.directory, threading.RLock(), progress, store, disk.tier, io, learned)
-        opened.pop_all()
-    return parts
 
 
 def _checked(value: bytes, capacity_bytes: int) -> Header | None:

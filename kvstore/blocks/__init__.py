@@ -7,7 +7,7 @@ Knows no tier, no I/O and no tensor; of policies it knows the conversations that
 - `ids`: block ids, chains, and a splice's place in one
 - `keys`: ids and records of blocks with another engine's keys
 - `pool`: which block is in use, cached, or next to go
-- `records`: data between tiers: records, transfers, outcomes; a sum of bytes by tenant
+- `records`: data between tiers: records, transfers, outcomes
 - `selection`: which blocks a selection evicts from a tier
 
 Decisions:

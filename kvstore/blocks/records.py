@@ -1,5 +1,4 @@
-"""Data between tiers: a block's record, the outcome of a read, how a block was lost, what an eviction covers, a sum of
-bytes by tenant.
+"""Data between tiers: a block's record, the outcome of a read, how a block was lost, what an eviction covers.
 
 Knows no tensor, no thread and no file.
 """
@@ -173,26 +172,3 @@ class Evicted:
 
     num_blocks: int = 0
     num_bytes: int = 0
-
-
-class TenantBytes:
-    """of_tenants: of those that have some."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.of_tenants: dict[str, int] = {}
-
-    def of(self, tenant: str) -> int:
-        return self.of_tenants.get(tenant, 0)
-
-    def add(self, tenant: str, num_bytes: int) -> None:
-        """Add to the sum; a negative number takes away from it."""
-        self.total += num_bytes
-        if left := self.of_tenants.get(tenant, 0) + num_bytes:
-            self.of_tenants[tenant] = left
-        else:
-            self.of_tenants.pop(tenant, None)
-
-    def clear(self) -> None:
-        self.total = 0
-        self.of_tenants.clear()

@@ -1,4 +1,4 @@
-"""The disk tier: a directory, LMDB environments in it, blocks as values, and the threads that read and write them.
+"""The disk tier: a directory, LMDB environments in it, blocks as values.
 
 Usable alone: without arena, without torch, without the CPU tier. Other engines use it through `kvstore.block_store`.
 
@@ -9,7 +9,6 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `env`: an LMDB environment, opened once and safely
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
-- `io_queue`: one writer and two readers between CPU and disk
 - `live`: tables of an environment that threads use: reopening, compaction, closing; a thread that commits changes in
   groups
 - `opening`: the tier while it is opened, in a thread, under whatever else loads
@@ -45,8 +44,4 @@ A store's ownership is held twice and checked while it is open. An `flock` on th
 is removed, and a process that answers at the socket owns the store, too. Before a write, after each commit of turns and
 twice a second, the lock and the data files are compared by device and inode with what was opened: a turn that could not
 be found again is not acknowledged.
-
-One thread writes, two read. Reads have three classes: for a request that runs, for those that wait in the queue's
-order, and hints. An earlier read may take arena blocks from later ones; nobody waits for a later one, so there is no
-deadlock. A queued read that nobody wants any more is dropped.
 """

@@ -14,9 +14,32 @@ from msgspec.structs import replace
 
 from kvstore.blocks.forest import EvictionTree, Order
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import Evict, TenantBytes
+from kvstore.blocks.records import Evict
 from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
+
+
+class TenantBytes:
+    """A sum of bytes, by tenant. of_tenants: of those that have some."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.of_tenants: dict[str, int] = {}
+
+    def of(self, tenant: str) -> int:
+        return self.of_tenants.get(tenant, 0)
+
+    def add(self, tenant: str, num_bytes: int) -> None:
+        """Add to the sum; a negative number takes away from it."""
+        self.total += num_bytes
+        if left := self.of_tenants.get(tenant, 0) + num_bytes:
+            self.of_tenants[tenant] = left
+        else:
+            self.of_tenants.pop(tenant, None)
+
+    def clear(self) -> None:
+        self.total = 0
+        self.of_tenants.clear()
 
 
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):  # a million of them: smaller and made faster than dataclasses

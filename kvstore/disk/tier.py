@@ -28,6 +28,7 @@ from kvstore.disk.verify import VerifyReport, verify
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.stats import Counts
+from kvstore.tiers.port import GONE, Chain, Keeps, ReadJob, Stored, WriteBatch, Written
 
 RATE_MIN_BYTES = 1 << 20
 DELETE_BATCH = 4096
@@ -43,6 +44,37 @@ class WriteOutcome:
     error: WriteError | None = None
 
 
+class DiskSession:
+    """See `TierSession`. Nothing raises. The tier is closed by who has opened it."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+
+    def ask(self, chain: Chain) -> list[bool]:
+        return [self._tier.contains(block_id) for block_id in chain.ids]
+
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        return [self._tier.read(job.record, job.view) for job in jobs]
+
+    def write(self, batch: WriteBatch) -> Written:
+        found = [(job.record, job.fetch()) for job in batch.jobs]
+        puts = [(record, view) for record, view in found if view is not None]
+        outcome = self._tier.write(puts, batch.deletes, batch.touched)
+        if outcome.error is not None:
+            return Written(error=outcome.error)
+        sizes = iter(outcome.stored_bytes)
+        return Written([
+            Stored(record.block_id, GONE) if view is None else Stored(record.block_id, None, next(sizes))
+            for record, view in found
+        ])  # fmt: skip
+
+    def ping(self) -> None:
+        """It is always there."""
+
+    def close(self) -> None:
+        """Nothing is its own."""
+
+
 class DiskTier:
     """Blocks in the environment `blocks/` of a store directory.
 
@@ -53,6 +85,8 @@ class DiskTier:
     """
 
     itemsize = 2
+    keeps = Keeps.EXACT
+    most_read_bytes = 1  # one block at a time: others may be wanted sooner
 
     def __init__(
         self, directory: StoreDirectory, capacity_bytes: int, codec: str = "raw", clock: Callable[[], float] = time.time
@@ -69,6 +103,12 @@ class DiskTier:
             asked, has = format_size(capacity_bytes), format_size(size)
             LOGGER.warning("disk is %s, but the whole file system of %s has %s", asked, self.file.path, has)
         leave_to_parent(self, str(self.file.path))
+
+    def __str__(self) -> str:
+        return str(self.file.path)
+
+    def session(self) -> DiskSession:
+        return DiskSession(self)
 
     def close(self) -> None:
         """Sync everything and mark it as complete. Reads fail afterwards."""

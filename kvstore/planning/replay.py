@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 
 from kvstore.blocks.records import Transferred
-from kvstore.disk.io_queue import Rank
 from kvstore.errors import ConfigError
 from kvstore.planning.counting import Counting
 from kvstore.planning.jobs import Job
@@ -21,6 +20,7 @@ from kvstore.planning.traces import Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.planning.waiting import WaitingLine
 from kvstore.store.seam import Lookup
+from kvstore.tiers.port import Rank
 
 ROUND_S = 0.25  # between two looks at a store that waits for room
 
@@ -96,7 +96,8 @@ class Replay:
         if store is None:
             return
         store.poll()
-        is_stuck = (store.disk is not None and not store.disk.is_drained) or (self._waiting and not self._num_running)
+        is_writing = store.disk is not None and (store.reads or not store.disk.is_drained)
+        is_stuck = is_writing or (self._waiting and not self._num_running)
         if is_stuck and self.blocks.is_idle and not self._has_round:
             self._has_round = True  # else nobody would come back to it
             self._clock.at(self._clock.now_s + ROUND_S, self._round)

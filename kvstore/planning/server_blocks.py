@@ -12,7 +12,6 @@ from typing import cast
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Transferred
-from kvstore.disk.io_queue import Rank
 from kvstore.planning.jobs import LINEAGE, Job, Tokens, chain_of, prompt_of
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.traces import TraceRequest
@@ -22,6 +21,7 @@ from kvstore.policy.policies import Steering
 from kvstore.store.control_plane import KVStore
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Lookup, Match, StepSpan
+from kvstore.tiers.port import Rank
 
 MakeSteering = Callable[[VirtualClock, Mapping[str, int]], Steering]  # of the clock, and blocks of each tier
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -16,19 +15,6 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult, Transferred
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.io_queue import (
-    AT_ONCE,
-    WAKE_EVERY,
-    Done,
-    IoQueue,
-    Rank,
-    RankedReads,
-    Read,
-    ReadDone,
-    Task,
-    Write,
-    WriteDone,
-)
 from kvstore.disk.opening import OpenDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
@@ -37,8 +23,11 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import KVStore
-from kvstore.store.stored import Identity
+from kvstore.store.stored import Identity, TierReads
 from kvstore.store.write_back import PAGE_BYTES, WriteBack
+from kvstore.tiers.port import Chain, Keeps, Rank, ReadJob, Stored, WriteBatch, Written
+from kvstore.tiers.work import Lane, Reads, Writes
+from kvstore.tiers.worker import TierWorker, WorkerLimits
 
 STORE_BLOCK_BYTES = 2 << 20  # that a block takes, as the store is told: for such are the bounds of its queues
 BATCH_S = 0.05  # that a batch of writes takes at least, unless there are no more
@@ -69,118 +58,101 @@ class VirtualClock:
 
 
 class VirtualDisk:
-    """Stands for a `DiskTier` and its file, which holds `num_blocks` below its watermark."""
+    """A tier, and its file, which holds `num_blocks` below its watermark. Nothing goes wrong there."""
 
-    path, broken = "a virtual disk", False
+    broken, keeps, most_read_bytes = False, Keeps.EXACT, 1
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.file = self
-        self.file_bytes = (block_bytes // PAGE_BYTES + 1) * PAGE_BYTES  # of one block, as `WriteBack` counts them
-        self.num_stored = 0
-        self._most_bytes = num_blocks * self.file_bytes
+        self._block_bytes = (block_bytes // PAGE_BYTES + 1) * PAGE_BYTES  # as `WriteBack` counts them
+        self._stored: set[BlockId] = set()
+        self._most_bytes = num_blocks * self._block_bytes
         self.capacity_bytes = math.ceil(self._most_bytes / WATERMARK)
 
+    def __str__(self) -> str:
+        return "a virtual disk"
+
     def excess_bytes(self, incoming_bytes: int = 0) -> int:
-        return self.num_stored * self.file_bytes + incoming_bytes - self._most_bytes
+        return len(self._stored) * self._block_bytes + incoming_bytes - self._most_bytes
+
+    def session(self) -> VirtualDisk:
+        return self
+
+    def ask(self, chain: Chain) -> list[bool]:
+        return [block_id in self._stored for block_id in chain.ids]
+
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        return [ReadResult.OK] * len(jobs)
+
+    def write(self, batch: WriteBatch) -> Written:
+        self._stored.difference_update(batch.deletes)
+        self._stored.update(job.record.block_id for job in batch.jobs)
+        return Written([Stored(job.record.block_id, None, self._block_bytes) for job in batch.jobs])
+
+    def ping(self) -> None:
+        """It is always there."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
-class VirtualIo:
-    """Stands for an `IoQueue`: one read at a time, in order of rank, and writes beside them.
+class VirtualEvents:
+    """An executor: one read at a time and writes beside them, which take as long as they take on the virtual clock.
 
-    on_progress: called with a rank when its reads have ended, and with None when all writes have.
+    write_s: of so many blocks. on_progress: called with a rank when its reads have ended, and with None when all writes
+    have.
     """
 
     def __init__(
-        self, clock: VirtualClock, disk: VirtualDisk, read_s: float, write_s: float,
+        self, worker: TierWorker, clock: VirtualClock, read_s: float, write_s: Sequence[float],
         on_progress: Callable[[Rank | None], None],
     ) -> None:  # fmt: skip
-        self._clock, self._disk, self._read_s, self._write_s = clock, disk, read_s, write_s
+        self._worker, self._clock, self._read_s, self._write_s = worker, clock, read_s, write_s
         self._on_progress = on_progress
-        self._reads = RankedReads()
-        self._reading: tuple[Rank, Read, float] | None = None  # since when
-        self._num_unseen = 0
-        self._writes: deque[Write] = deque()
-        self._deletes: dict[BlockId, None] = {}
-        self._is_writing = False
-        self._done: deque[Done] = deque()
+        self._is_reading = self._is_writing = self.has_woken = False
 
-    # -- reads -------------------------------------------------------------------------------------------------------
-    def submit_read(self, read: Read | Task, rank: Rank = AT_ONCE) -> None:
-        self._reads.add(read, rank)
-        self._read_next()
-
-    def rank_read(self, arena_block: int, rank: Rank) -> None:
-        self._reads.change_rank(arena_block, rank)
-
-    def cancel_read(self, arena_block: int) -> bool:
-        return self._reads.cancel(arena_block)
-
-    @property
-    def stalled_s(self) -> float:
-        return 0.0 if self._reading is None else self._clock.now_s - self._reading[2]
-
-    def _read_next(self) -> None:
-        if self._reading is None and self._reads:
-            rank, read = self._reads.pop()
-            assert isinstance(read, Read), "a replay splices nothing"
-            self._reading = rank, read, self._clock.now_s
-            self._clock.at(self._clock.now_s + self._read_s, self._read_done)
-
-    def _read_done(self, _: object) -> None:
-        assert self._reading is not None
-        (rank, read, _), self._reading = self._reading, None
-        self._done.append(ReadDone(read, ReadResult.OK, self._read_s))
-        self._num_unseen += 1
-        is_last = self._reads.first_rank() != rank or self._num_unseen == WAKE_EVERY
-        self._read_next()
-        if is_last:
-            self._num_unseen = 0
-            self._on_progress(rank)
-
-    # -- writes ------------------------------------------------------------------------------------------------------
-    def submit_write(self, write: Write) -> None:
-        if write.record.block_id in self._deletes:  # it is overwritten
-            del self._deletes[write.record.block_id]
-            self._disk.num_stored -= 1
-        self._writes.append(write)
-        self._wake_writer()
-
-    def submit_deletes(self, block_ids: Sequence[BlockId]) -> None:
-        self._deletes |= dict.fromkeys(block_ids)
-        self._wake_writer()
-
-    def _wake_writer(self) -> None:
-        """The writer begins after the current event, when everything has been submitted."""
-        if not self._is_writing:
+    def wake(self, lane: Lane) -> None:
+        if lane is Lane.READ:
+            self._read_next()
+        elif not self._is_writing:  # it begins after the current event, when everything has been submitted
             self._is_writing = True
             self._clock.at(self._clock.now_s, self._write_next)
 
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def _read_next(self) -> None:
+        if not self._is_reading and isinstance(taken := self._worker.take_work(Lane.READ), Reads):
+            self._is_reading = True
+            self._clock.at(self._clock.now_s + self._read_s, self._read, taken)
+
+    def _read(self, taken: Reads) -> None:
+        self._worker.run(taken)
+        self._is_reading = False
+        with self._worker.lock:
+            self._read_next()
+        self._tell(taken.rank)
+
     def _write_next(self, _: object) -> None:
-        writes, seconds = [self._writes.popleft()] if self._writes else [], self._write_s
-        while self._writes and seconds < BATCH_S:
-            writes.append(self._writes.popleft())
-            seconds += self._write_s
-        deletes, self._deletes = tuple(self._deletes), {}
-        done = WriteDone(tuple(writes), deletes, (self._disk.file_bytes,) * len(writes), None, 0.0)
-        self._clock.at(self._clock.now_s + (seconds if writes else 0.0), self._written, done)
+        with self._worker.lock:
+            taken = self._worker.take_work(Lane.WRITE)
+        self._is_writing = isinstance(taken, Writes)
+        if isinstance(taken, Writes):
+            self._clock.at(self._clock.now_s + self._write_s[len(taken.batch.jobs)], self._write, taken)
 
-    def _written(self, done: WriteDone) -> None:
-        self._disk.num_stored += len(done.writes) - len(done.deletes)
-        self._done.append(done)
+    def _write(self, taken: Writes) -> None:
+        self._worker.run(taken)
         self._is_writing = False
-        if self._writes or self._deletes:
-            self._wake_writer()
+        if self._worker.has_writes:
+            self.wake(Lane.WRITE)
         else:
-            self._on_progress(None)
+            self._tell(None)
 
-    # -- both --------------------------------------------------------------------------------------------------------
-    def completed(self) -> list[Done]:
-        done, self._done = list(self._done), deque()
-        return done
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self._reading or self._reads or self._is_writing or self._done)
+    def _tell(self, rank: Rank | None) -> None:
+        """Call `on_progress` if the worker has called its own."""
+        has_woken, self.has_woken = self.has_woken, False
+        if has_woken:
+            self._on_progress(rank)
 
 
 class VirtualTransfers:
@@ -205,20 +177,33 @@ def num_cpu_blocks(config: ReplayConfig, longest: int) -> int:
 def virtual_store(
     config: ReplayConfig, num_arena_blocks: int, block_size: int, clock: VirtualClock, steering: Steering,
     transfers: VirtualTransfers, on_progress: Callable[[Rank | None], None],
-) -> tuple[KVStore, VirtualIo]:  # fmt: skip
+) -> tuple[KVStore, TierWorker]:  # fmt: skip
     """An empty store of these sizes, which always loads what it has, and its I/O."""
-    disk = VirtualDisk(config.disk_blocks, STORE_BLOCK_BYTES)
+    disk = VirtualDisk(config.disk_blocks, STORE_BLOCK_BYTES) if config.disk_blocks else None
     service, stats = config.service, StoreStats()
     read_s, write_s = config.block_bytes / service.read_bytes_per_s, config.block_bytes / service.write_bytes_per_s
-    virtual_io = VirtualIo(clock, disk, read_s, write_s, on_progress)
-    io = cast(IoQueue, virtual_io)
+    batches_s = [0.0, write_s]  # of so many blocks
+    while batches_s[-1] < BATCH_S and len(batches_s) <= num_arena_blocks:
+        batches_s.append(batches_s[-1] + write_s)
+    events: list[VirtualEvents] = []
+
+    def executor(worker: TierWorker) -> VirtualEvents:
+        events.append(VirtualEvents(worker, clock, read_s, batches_s, on_progress))
+        return events[0]
+
+    def woken() -> None:
+        events[0].has_woken = True
+
+    limits = WorkerLimits(gather_s=0.0, batch_bytes=(len(batches_s) - 1) * STORE_BLOCK_BYTES)
+    io = TierWorker("disk", disk, woken, limits, clock, executor)
     cpu = CpuTier(num_arena_blocks, keep=bool(config.cpu_blocks), order=steering.order("cpu"), clock=clock)
-    write_back = None
-    if config.disk_blocks:
+    write_back = reads = None
+    if disk is not None:
         memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of every arena block; nobody touches it, so it takes none
         on_disk = OpenDisk(cast(DiskTier, disk), DiskIndex(clock), [])
         write_back = WriteBack(on_disk, cpu, io, lambda _: memory, stats, clock, steering)
+        reads = TierReads(cpu, [io], lambda _: memory, stats)
     planner = Planner(STORE_BLOCK_BYTES, block_size, always=True)
     identity = Identity(b"", "", block_size)
-    store = KVStore(cpu, io, write_back, transfers, identity, planner, lambda _: None, stats, clock, steering)
-    return store, virtual_io
+    store = KVStore(cpu, io, write_back, reads, transfers, identity, planner, lambda _: None, stats, clock, steering)
+    return store, io

@@ -3,10 +3,9 @@
 Knows no tier above it and no request. Works alone, without an arena or torch.
 
 - `address`: a server's URL and what signs in there
-- `breaker`: whether a shared store is asked at all
 - `disk_owner`: answers the engines that share this process' disk
+- `job_thread`: a thread that does jobs one after another
 - `kv_events`: routers are told which blocks this server holds
-- `lanes`: threads that work in order, or read by rank
 - `names`: the fleet's secret, and the names that it gives to blocks
 - `object_address`: a bucket's or directory's URL, and what signs in there
 - `object_blocks`: blocks in groups as objects; which object a block was seen in
@@ -16,8 +15,6 @@ Knows no tier above it and no request. Works alone, without an arena or torch.
 - `redis_blocks`: blocks as values in a Redis
 - `resp`: RESP2 over one socket, pipelined, values straight into the caller's memory
 - `resp_replies`: answers in RESP2, parsed from what is received; many values of one size straight to where they go
-- `shared`: what a shared store does, whatever it is
-- `tier`: the threads that ask, read, store and delete
 
 Decisions:
 
@@ -25,8 +22,8 @@ A value is what the disk has: a header with identity and checksum, then the raw 
 each time, whoever wrote it. Names are HMACs with the fleet's secret, behind a prefix of format and fingerprint: block
 ids would reveal who says the same, and another model's blocks are never looked at.
 
-Nobody waits for a server that does not answer. Each pipeline has a deadline; one failure opens a breaker for all
-threads, and only a probe in the background closes it. Until then everything is recomputed at once.
+Nobody waits for a server that does not answer. Each pipeline has a deadline; after one failure no thread asks it, until
+a probe in the background has succeeded. Until then everything is recomputed at once.
 
 In an object store every request costs, so blocks are stored in groups along their chain, each named by its last block.
 Whoever knows the chain asks for a few names and finds all of it, without an index that could lag behind. A group never

@@ -22,7 +22,7 @@ from typing import Protocol
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.forks import leave_to_parent
 from kvstore.remote.resp_replies import Replies
-from kvstore.remote.shared import FULL
+from kvstore.tiers.port import FULL
 
 CLOSE_S = 1.0
 ACCEPT_AGAIN_S = 0.1  # after a failure, such as a lack of descriptors

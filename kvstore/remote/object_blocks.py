@@ -23,12 +23,24 @@ import msgspec
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.codec import check_landed, decode_header, encode_head
-from kvstore.disk.io_queue import Read
 from kvstore.errors import RemoteError
 from kvstore.remote.names import BlockNames
 from kvstore.remote.object_address import ObjectAddress
 from kvstore.remote.object_client import ByteRange, NoRoomError, ObjectClient, open_store
-from kvstore.remote.shared import BATCH_BYTES, FULL, Put, PutResult, Session, SharedChain, batch_blocks
+from kvstore.tiers.port import (
+    CHAIN_BATCH_BYTES,
+    FULL,
+    GONE,
+    Chain,
+    Keeps,
+    ReadJob,
+    Stored,
+    TierSession,
+    WriteBatch,
+    WriteJob,
+    Written,
+    chain_batch_blocks,
+)
 
 MOST_PLACES = 1 << 18
 MOST_GROUP_BLOCKS = 64  # in so many places of a chain its last group may end, and all are asked for at once
@@ -96,6 +108,8 @@ class ObjectBlocks:
     Raises ConfigError when what signs in is missing or wrong as far as that can be seen here.
     """
 
+    keeps = Keeps.BELIEVED
+
     def __init__(
         self, address: ObjectAddress, names: BlockNames, ttl_s: float, block_size: int, block_bytes: int,
         clock: Callable[[], float] = time.time, deadlines: Deadlines = PROMPT,
@@ -107,20 +121,20 @@ class ObjectBlocks:
         )
         self.head_bytes = len(encode_head(nothing, bytes(block_bytes)))
         self.value_bytes = self.head_bytes + block_bytes
-        self.group_blocks = min(batch_blocks(block_bytes), MOST_GROUP_BLOCKS)
+        self.group_blocks = min(chain_batch_blocks(block_bytes), MOST_GROUP_BLOCKS)
         group_bytes = self.group_blocks * block_bytes
-        self.most_read_bytes = max(1, BATCH_BYTES // group_bytes) * group_bytes  # a group is one request
+        self.most_read_bytes = max(1, CHAIN_BATCH_BYTES // group_bytes) * group_bytes  # a group is one request
         self._store = open_store(address)
 
     def __str__(self) -> str:
         return str(self.address)
 
-    def session(self) -> Session:
+    def session(self) -> TierSession:
         return ObjectSession(self, ObjectClient(self.address, self._store))
 
 
 class ObjectSession:
-    """See `Session`."""
+    """See `TierSession`."""
 
     def __init__(self, shared: ObjectBlocks, client: ObjectClient) -> None:
         self._shared, self._client = shared, client
@@ -133,11 +147,11 @@ class ObjectSession:
         self._client.look(self._shared.names.prefix + "none", self._ask_s)
 
     # -- what is there -----------------------------------------------------------------------------------------------
-    def ask(self, chain: SharedChain) -> list[bool]:
-        """As of `Session`, but only `put` lengthens a life: nothing is stored anew to say that it was of use."""
+    def ask(self, chain: Chain) -> list[bool]:
+        """As of `TierSession`, but only `write` lengthens a life: nothing is stored anew to say that it was of use."""
         return _are_in(self._groups(chain), chain)
 
-    def _groups(self, chain: SharedChain) -> list[BlockGroup]:
+    def _groups(self, chain: Chain) -> list[BlockGroup]:
         """Those of a chain that are worth reading, the last one first. All live as long as what was stored last."""
         groups, youngest_s = list[BlockGroup](), 0.0
         for group in self._find_groups(chain):
@@ -150,7 +164,7 @@ class ObjectSession:
     def _learn(self, name: str, block_ids: Sequence[BlockId]) -> None:
         self._shared.places.learn((one, GroupPlace(name, number)) for number, one in enumerate(block_ids))
 
-    def _find_groups(self, chain: SharedChain) -> list[BlockGroup]:
+    def _find_groups(self, chain: Chain) -> list[BlockGroup]:
         most, deadline_s = self._shared.group_blocks, time.monotonic() + self._ask_s
         found: dict[int, BlockGroup] = {}  # by end
         whole = [most * (i + 1) for i in range(len(chain.ids) // most)]  # ends of groups that can be no longer
@@ -174,7 +188,7 @@ class ObjectSession:
                 end = found[end].start
         return groups
 
-    def _look(self, chain: SharedChain, ends: Sequence[int], deadline_s: float) -> dict[int, BlockGroup]:
+    def _look(self, chain: Chain, ends: Sequence[int], deadline_s: float) -> dict[int, BlockGroup]:
         """The groups of a chain that end there."""
         names = [self._shared.names.of(chain.ids[end - 1]) for end in ends]
         found: dict[int, BlockGroup] = {}
@@ -185,13 +199,13 @@ class ObjectSession:
         return found
 
     # -- reading -----------------------------------------------------------------------------------------------------
-    def read(self, reads: Sequence[Read]) -> list[ReadResult]:
-        places = self._shared.places.of([read.record.block_id for read in reads])
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        places = self._shared.places.of([job.record.block_id for job in jobs])
         order = sorted((place, i) for i, place in enumerate(places) if place is not None)
         size = self._shared.value_bytes
-        spans, results = list[ByteRange](), [ReadResult.MISSING] * len(reads)
-        damaged, doubtful = set[str](), dict[str, list[int]]()  # groups; reads by their groups
-        inside = list[list[int]]()  # which reads
+        spans, results = list[ByteRange](), [ReadResult.MISSING] * len(jobs)
+        damaged, doubtful = set[str](), dict[str, list[int]]()  # groups; jobs by their groups
+        inside = list[list[int]]()  # which jobs
         for place, i in order:  # what follows one another in a group is one request
             if not spans or (spans[-1].name, spans[-1].end) != (place.group, size * place.number):
                 spans.append(ByteRange(place.group, size * place.number, size * place.number))
@@ -202,7 +216,7 @@ class ObjectSession:
             for at, i in enumerate(numbers):
                 if data is None:
                     continue
-                results[i] = self._checked(data[size * at : size * (at + 1)], reads[i])
+                results[i] = self._checked(data[size * at : size * (at + 1)], jobs[i])
                 if results[i] is ReadResult.MISMATCH or size * (at + 1) > len(data):
                     doubtful.setdefault(span.name, []).append(i)
                 elif results[i] is ReadResult.CORRUPT:
@@ -212,7 +226,7 @@ class ObjectSession:
                 if not self._is_whole(name):
                     damaged.add(name)
                     continue
-                self._shared.places.lose(reads[i].record.block_id for i in numbers)
+                self._shared.places.lose(jobs[i].record.block_id for i in numbers)
                 for i in numbers:
                     results[i] = ReadResult.MISSING
             if damaged:  # else it would be in the way of the whole one
@@ -231,58 +245,62 @@ class ObjectSession:
         header = None if value is None else decode_header(value)
         return header is not None and self._shared.names.of(header.record.block_id) == name
 
-    def _checked(self, value: memoryview, read: Read) -> ReadResult:
+    def _checked(self, value: memoryview, job: ReadJob) -> ReadResult:
         if len(value) < self._shared.value_bytes:
             return ReadResult.CORRUPT
         head_bytes = self._shared.head_bytes
-        read.view[:] = value[head_bytes:]  # copied first, then checked: what is served is what was checked
-        return check_landed(value[:head_bytes], read.view, read.record)
+        job.view[:] = value[head_bytes:]  # copied first, then checked: what is served is what was checked
+        return check_landed(value[:head_bytes], job.view, job.record)
 
     # -- storing -----------------------------------------------------------------------------------------------------
-    def put(self, chain: SharedChain, puts: Sequence[Put]) -> list[PutResult]:
+    def write(self, batch: WriteBatch) -> Written:
+        self._delete(batch.deletes)
+        return Written([] if batch.chain is None else self._put(batch.chain, batch.jobs))
+
+    def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
         groups = self._groups(chain)
         there = _are_in(groups, chain)
-        results = [PutResult(put.record.block_id) for put in puts if there[put.index]]
-        missing = enumerate(put for put in puts if not there[put.index])
+        results = [Stored(job.record.block_id) for job in jobs if there[job.index]]
+        missing = enumerate(job for job in jobs if not there[job.index])
         most = self._shared.group_blocks
 
-        def group(missing: tuple[int, Put]) -> tuple[int, ...]:
+        def group(missing: tuple[int, WriteJob]) -> tuple[int, ...]:
             number, index = missing[0], missing[1].index
             return index - number, index // most, bisect_right(chain.ends, index)
 
         for _, run in groupby(missing, group):
-            results += self._put_run([put for _, put in run])
+            results += self._put_run([job for _, job in run])
         self._renew(groups)
         return results
 
-    def _put_run(self, run: Sequence[Put]) -> list[PutResult]:
+    def _put_run(self, run: Sequence[WriteJob]) -> list[Stored]:
         """Blocks that follow one another: one group, if none of them is gone."""
-        results, values, inside = list[PutResult](), bytearray(), list[BlockId]()
-        for put in run:
-            payload = put.fetch()
+        results, values, inside = list[Stored](), bytearray(), list[BlockId]()
+        for job in run:
+            payload = job.fetch()
             if payload is None:
                 results += self._put_group(inside, values)
-                results.append(PutResult(put.record.block_id, "gone before it was stored"))
+                results.append(Stored(job.record.block_id, GONE))
                 values, inside = bytearray(), []
                 continue
             # Without its labels, which say who it was for, the heads of all blocks have one length.
-            head = encode_head(msgspec.structs.replace(put.record, tenant="", model=""), payload)
+            head = encode_head(msgspec.structs.replace(job.record, tenant="", model=""), payload)
             assert len(head) + payload.nbytes == self._shared.value_bytes
             values += head
             values += payload
-            inside.append(put.record.block_id)
+            inside.append(job.record.block_id)
         return results + self._put_group(inside, values)
 
-    def _put_group(self, block_ids: Sequence[BlockId], values: bytearray) -> list[PutResult]:
+    def _put_group(self, block_ids: Sequence[BlockId], values: bytearray) -> list[Stored]:
         if not block_ids:
             return []
         name = self._shared.names.of(block_ids[-1])
         try:
             self._client.write(name, values, self._transfer_s)
         except NoRoomError:
-            return [PutResult(one, FULL) for one in block_ids]
+            return [Stored(one, FULL) for one in block_ids]
         self._learn(name, block_ids)
-        return [PutResult(one, None, self._shared.value_bytes) for one in block_ids]
+        return [Stored(one, None, self._shared.value_bytes) for one in block_ids]
 
     def _renew(self, groups: Sequence[BlockGroup]) -> None:
         """They are to outlive what was stored behind them, for anybody who removes objects by their age."""
@@ -292,7 +310,7 @@ class ObjectSession:
                 self._client.renew(group.name, self._transfer_s)
 
     # -- deleting ----------------------------------------------------------------------------------------------------
-    def delete(self, block_ids: Sequence[BlockId]) -> None:
+    def _delete(self, block_ids: Sequence[BlockId]) -> None:
         """The groups that end with one of these, and those that have one inside, as far as they were seen here."""
         places = self._shared.places
         names = [*map(self._shared.names.of, block_ids), *{place.group for place in places.of(block_ids) if place}]
@@ -301,7 +319,7 @@ class ObjectSession:
         places.lose(block_ids)
 
 
-def _are_in(groups: Sequence[BlockGroup], chain: SharedChain) -> list[bool]:
+def _are_in(groups: Sequence[BlockGroup], chain: Chain) -> list[bool]:
     there = [False] * len(chain.ids)
     for group in groups:
         there[group.start : group.end] = [True] * (group.end - group.start)

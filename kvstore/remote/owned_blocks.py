@@ -12,11 +12,21 @@ from typing import ClassVar
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult
 from kvstore.disk.codec import check_landed, encode_head
-from kvstore.disk.io_queue import Read
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient
 from kvstore.remote.resp_replies import ErrorReply, Landed
-from kvstore.remote.shared import BATCH_BYTES, Put, PutResult, Session, SharedChain
+from kvstore.tiers.port import (
+    CHAIN_BATCH_BYTES,
+    GONE,
+    Chain,
+    Keeps,
+    ReadJob,
+    Stored,
+    TierSession,
+    WriteBatch,
+    WriteJob,
+    Written,
+)
 
 ASK_S, READ_S = 2.0, 4.0  # deadlines; no request waits this long
 PUT_S = 30.0  # until a batch is durable: only the thread that stores waits for it
@@ -27,22 +37,23 @@ class OwnedBlocks:
     """path: of the owner's socket."""
 
     path: str
+    keeps: ClassVar[Keeps] = Keeps.BELIEVED
     most_read_bytes: ClassVar[int] = 2 << 20
 
     def __str__(self) -> str:
         return f"unix:{self.path}"
 
-    def session(self) -> Session:
+    def session(self) -> TierSession:
         return OwnedSession(RespClient(RedisAddress(self.path), ASK_S))
 
 
 class OwnedSession:
-    """See `Session`. Commands are those of `kvstore.remote.disk_owner`."""
+    """See `TierSession`. Commands are those of `kvstore.remote.disk_owner`."""
 
     def __init__(self, client: RespClient) -> None:
         self._client = client
 
-    def ask(self, chain: SharedChain) -> list[bool]:
+    def ask(self, chain: Chain) -> list[bool]:
         return self._flags("ASK", chain.ids)
 
     def _flags(self, name: str, block_ids: Sequence[BlockId]) -> list[bool]:
@@ -50,39 +61,44 @@ class OwnedSession:
         assert isinstance(reply, bytes) and len(reply) == len(block_ids)
         return [flag == ord("1") for flag in reply]
 
-    def read(self, reads: Sequence[Read]) -> list[ReadResult]:
-        commands = [("GET", read.record.block_id) for read in reads]
-        replies = self._client.pipeline(commands, [read.view for read in reads], READ_S)
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        commands = [("GET", job.record.block_id) for job in jobs]
+        replies = self._client.pipeline(commands, [job.view for job in jobs], READ_S)
         results = []
-        for read, reply in zip(reads, replies, strict=True):
+        for job, reply in zip(jobs, replies, strict=True):
             if reply is None:
                 results.append(ReadResult.MISSING)
             elif isinstance(reply, Landed):
-                results.append(check_landed(reply.head, read.view, read.record))
+                results.append(check_landed(reply.head, job.view, job.record))
             else:
                 results.append(ReadResult.FAILED)
         return results
 
-    def put(self, chain: SharedChain, puts: Sequence[Put]) -> list[PutResult]:
-        there = self._flags("HAS", [put.record.block_id for put in puts])
-        results: list[PutResult] = []
+    def write(self, batch: WriteBatch) -> Written:
+        if batch.deletes:
+            self._client.call("DEL", *batch.deletes, timeout_s=PUT_S)
+        return Written([] if batch.chain is None else self._put(batch.chain, batch.jobs))
+
+    def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
+        there = self._flags("HAS", [job.record.block_id for job in jobs])
+        results: list[Stored] = []
         batch: list[tuple[BlockId, bytes, bytes]] = []
         size = 0
-        for put, is_there in zip(puts, there, strict=True):
+        for job, is_there in zip(jobs, there, strict=True):
             if is_there:
-                results.append(PutResult(put.record.block_id))
-            elif (payload := put.fetch()) is None:
-                results.append(PutResult(put.record.block_id, "gone before it was stored"))
+                results.append(Stored(job.record.block_id))
+            elif (payload := job.fetch()) is None:
+                results.append(Stored(job.record.block_id, GONE))
             else:
-                before = chain.ids[put.index - 1] if put.index else b""
-                batch.append((put.record.block_id, before, encode_head(put.record, payload) + bytes(payload)))
+                before = chain.ids[job.index - 1] if job.index else b""
+                batch.append((job.record.block_id, before, encode_head(job.record, payload) + bytes(payload)))
                 size += payload.nbytes
-            if size >= BATCH_BYTES:
+            if size >= CHAIN_BATCH_BYTES:
                 results += self._store(batch)
                 batch, size = [], 0
         return results + self._store(batch)
 
-    def _store(self, batch: Sequence[tuple[BlockId, bytes, bytes]]) -> list[PutResult]:
+    def _store(self, batch: Sequence[tuple[BlockId, bytes, bytes]]) -> list[Stored]:
         if not batch:
             return []
         command: list[str | bytes] = ["PUT"]
@@ -91,14 +107,11 @@ class OwnedSession:
         (reply,) = self._client.pipeline([command], timeout_s=PUT_S)
         if not isinstance(reply, bytes) or len(reply) != len(batch):
             why = reply.code if isinstance(reply, ErrorReply) else "no answer to it"
-            return [PutResult(block_id, why) for block_id, _, _ in batch]
+            return [Stored(block_id, why) for block_id, _, _ in batch]
         return [
-            PutResult(block_id, None, len(value)) if flag == ord("1") else PutResult(block_id, "refused")
+            Stored(block_id, None, len(value)) if flag == ord("1") else Stored(block_id, "refused")
             for (block_id, _, value), flag in zip(batch, reply, strict=True)
         ]
-
-    def delete(self, block_ids: Sequence[BlockId]) -> None:
-        self._client.call("DEL", *block_ids, timeout_s=PUT_S)
 
     def ping(self) -> None:
         self._client.call("PING", timeout_s=ASK_S)

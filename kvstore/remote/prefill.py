@@ -1,7 +1,7 @@
 """Another server that computes prompts for this one, and stores their blocks in the tier that both share.
 
 Asked over HTTP by threads, which are polled. A prompt is its token ids and the root of its chain, so both servers give
-its blocks the same names. Nobody waits for a server that has failed: a breaker is open until a probe, the prefill of
+its blocks the same names. Nobody waits for a server that has failed: it is not asked until a probe, the prefill of
 nothing, has succeeded.
 """
 
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from kvstore.blocks.ids import BlockId, ids_of
 from kvstore.forks import leave_to_parent
 from kvstore.remote.address import PrefillAddress
-from kvstore.remote.breaker import Breaker
-from kvstore.remote.lanes import Lane
+from kvstore.remote.job_thread import JobThread
 from kvstore.stats import Counts
+from kvstore.tiers.worker import TierHealth
 
 PATH = "/prefill"
-NUM_LANES = 16  # prompts that are computed there at once
+NUM_THREADS = 16  # prompts that are computed there at once
 MOST_WAITING = 256  # that wait for a lane; who comes later computes at once
 PROBE_S = 5.0
 MAX_ANSWER_BYTES = 1 << 16
@@ -74,27 +74,27 @@ class PrefillServer:
     """
 
     def __init__(self, address: PrefillAddress, key: bytes, fingerprint: str, on_progress: Callable[[], None]) -> None:
-        self.address, self.breaker, self.counts = address, Breaker(), Counts(("computed", "blocks"), ("seconds",))
+        self.address, self.health, self.counts = address, TierHealth(), Counts(("computed", "blocks"), ("seconds",))
         self._key, self._fingerprint, self._on_progress = key.hex(), fingerprint, on_progress
         self._local = threading.local()
         self._connections: list[http.client.HTTPConnection] = []  # of all threads
         self._done: deque[PrefillDone] = deque()
         self._was_probed = self._closing = False
-        most = MOST_WAITING // NUM_LANES
-        self._lanes: list[Lane[tuple[BlockId, PrefillJob, float]]] = [
-            Lane(f"kvstore-prefill-{i}", self._run, most, self._probe if i == 0 else lambda: None)
-            for i in range(NUM_LANES)
+        most = MOST_WAITING // NUM_THREADS
+        self._threads: list[JobThread[tuple[BlockId, PrefillJob, float]]] = [
+            JobThread(f"kvstore-prefill-{i}", self._run, most, self._probe if i == 0 else lambda: None)
+            for i in range(NUM_THREADS)
         ]
         leave_to_parent(self, str(address))
 
     # -- the control plane's side ------------------------------------------------------------------------------------
     def ask(self, name: BlockId, prompt: PrefillJob) -> bool:
         """Let it compute a prompt. `PrefillDone` of this name follows, unless this returns False: not now."""
-        if self.breaker.is_open:
+        if self.health.error is not None:
             self.counts.failed("down")
             return False
-        lane = min(self._lanes, key=len)
-        if not lane.submit((name, prompt, time.monotonic() + prompt.seconds)):
+        thread = min(self._threads, key=len)
+        if not thread.submit((name, prompt, time.monotonic() + prompt.seconds)):
             self.counts.failed("busy")
             return False
         return True
@@ -109,9 +109,9 @@ class PrefillServer:
     def as_dict(self) -> dict[str, object]:
         return {
             "url": str(self.address),
-            "degraded": self.breaker.error,
-            "breaks": self.breaker.num_opened,
-            "waiting": sum(map(len, self._lanes)),
+            "degraded": self.health.error,
+            "breaks": self.health.num_failures,
+            "waiting": sum(map(len, self._threads)),
             **self.counts.as_dict(),
         }
 
@@ -122,7 +122,7 @@ class PrefillServer:
             if connection.sock is not None:
                 with suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
-        has_ended = all([lane.close(timeout_s) for lane in self._lanes])  # noqa: C419 (each of them)
+        has_ended = all([thread.close(timeout_s) for thread in self._threads])  # noqa: C419 (each of them)
         for connection in self._connections if has_ended else ():
             connection.close()
 
@@ -136,7 +136,7 @@ class PrefillServer:
         except Exception as error:  # the border of a thread
             why = self._counted(error)
             if not isinstance(error, _Refused) or error.status not in WRONG_PROMPT:
-                self.breaker.failed(why)  # it was not this prompt's fault: nobody waits for the server for a while
+                self.health.failed(why)  # it was not this prompt's fault: nobody waits for the server for a while
         self._done.append(PrefillDone(name, num_blocks))
         self._on_progress()
 
@@ -151,18 +151,18 @@ class PrefillServer:
 
     def _probe(self) -> float | None:
         """At the start, and between prompts once it has failed: whether it answers, and takes this server's prompts."""
-        wait_s = self.breaker.probe_in_s if self._was_probed else 0.0
+        wait_s = self.health.retry_in_s if self._was_probed else 0.0
         if wait_s is None:
-            return 0.25  # other threads open the breaker
+            return 0.25  # other threads find out that it has failed
         if wait_s > 0:
             return min(wait_s, 0.25)
         self._was_probed = True
         try:
             self._prefill(PrefillJob(b"", bytes(32), "", PROBE_S), time.monotonic() + PROBE_S)
         except Exception as error:  # the border of a thread
-            self.breaker.probe_failed(self._counted(error))
+            self.health.failed(self._counted(error))
         else:
-            self.breaker.probe_succeeded()
+            self.health.succeeded()
         return 0.0
 
     def _prefill(self, prompt: PrefillJob, until_s: float) -> int:

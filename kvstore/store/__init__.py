@@ -3,9 +3,10 @@
 One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
+- `contents`: what is on disk, and what leaves it: evicted, deleted or lost; what a believed tier is thought to have;
+  deletions that a tier has not confirmed
 - `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
   scheduled; deletion by request, and eviction by hand
-- `disk_contents`: what is on disk; what leaves it: evicted, deleted or lost
 - `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
   reads, and what is read ahead for it
@@ -14,8 +15,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `housekeeping`: the thread that polls while nobody steps
 - `parts`: the parts of a store, and the order in which they end
 - `progress`: waiting for what worker threads do; what was in flight at one moment
-- `remote`: the tier that stores share, as the store sees it: what is known to be there, deletions not confirmed yet,
-  prompts that another server computes
+- `remote`: a believed tier, as the store sees it: questions, what is read from it, prompts that another server computes
 - `remote_stores`: what goes there
 - `requests`: what a request has in flight: blocks held and read for it; whose blocks are read next
 - `saving`: which tokens of a step are saved, and where; the transfers of steps that are in flight
@@ -24,8 +24,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `stored`: which blocks CPU and disk hold together, and whose they are; reads in flight, and their urgency
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
-- `write_back`: what waits to be written and what is written next; retries after failures, and whether the disk can be
-  written
+- `write_back`: what waits to be written and what is written next, and what becomes of failed writes
 
 Decisions:
 

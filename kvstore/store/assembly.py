@@ -15,7 +15,6 @@ import torch
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import CacheTiers
-from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
 from kvstore.disk.opening import OpenDisk, OpeningDisk
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
@@ -34,19 +33,20 @@ from kvstore.remote.object_address import parse_remote_url
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.prefill import PrefillServer
 from kvstore.remote.redis_blocks import RedisBlocks
-from kvstore.remote.shared import Shared
-from kvstore.remote.tier import RemoteTier
 from kvstore.stats import MOST_LOSSES, Losses, StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
 from kvstore.store.parts import DataPlane, StoreParts
 from kvstore.store.progress import StoreProgress
-from kvstore.store.remote import RemoteBlocks, RemoteSource
-from kvstore.store.stored import DiskReads, Identity
+from kvstore.store.remote import RemoteSource
+from kvstore.store.stored import Identity, TierReads
 from kvstore.store.tiered import TieredConnector
 from kvstore.store.write_back import WriteBack
+from kvstore.tiers.port import BlockTier
+from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
 
 STAGING_BYTES = 64 << 20
+AT_ONCE_LIMITS = WorkerLimits(gather_s=0.0)  # a believed tier gets whole batches
 
 
 def open_tiered(
@@ -93,7 +93,7 @@ def open_tiered(
         cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu, losses)
         # Freed pages become usable two transactions later, so a batch must be small compared with the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
-        io = IoQueue(disk, progress.wake, batch_bytes=batch_bytes)
+        io = TierWorker("disk", disk, progress.wake, WorkerLimits(batch_bytes=batch_bytes))
         if on_disk is not None:
             tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
             write_back = WriteBack(on_disk, cpu, io, arena.view, stats, clock, steering, tenant_bytes, holdings)
@@ -102,20 +102,17 @@ def open_tiered(
             others.use(FarBlocks(arena))
             transfer = RankedTransfer(transfer, others)
         identity = Identity(bytes.fromhex(name), label(model), layout.block_size)
-        if fleet is not None:
-            shared = open_shared(tiers, BlockNames(fleet, identity.fingerprint), layout)
-            prefill = open_prefill(tiers, fleet, name, progress.wake)
-            remote_tier = RemoteTier(shared, progress.wake)
-            remote = remote_blocks(remote_tier, cpu, io, arena, disk, write_back, stats, prefill)
-        elif owner is not None:
-            remote = remote_blocks(RemoteTier(OwnedBlocks(owner), progress.wake), cpu, io, arena, disk, None, stats)
+        tiers_below = [] if disk is None else [io]
+        if owner is not None or fleet is not None:
+            remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk, arena)
+            tiers_below.append(remote.tier)
+        reads = TierReads(cpu, tiers_below, arena.view, stats) if tiers_below else None
         store = KVStore(
-            cpu, io, write_back, transfer, identity, planner, arena.copy_tokens, stats, clock, steering, remote
+            cpu, io, write_back, reads, transfer, identity, planner, arena.copy_tokens, stats, clock, steering, remote
         )
         parts = StoreParts(
-            directory, threading.RLock(), progress, store, disk, io, learned, secret, cpu, arena, transfer, holdings,
-            {} if owner is None else {"remote": "disk"},
-        )  # fmt: skip
+            directory, threading.RLock(), progress, store, disk, io, learned, secret, cpu, arena, transfer, holdings
+        )
         connector = TieredConnector(parts, name)
         opened.pop_all()
     return connector
@@ -125,16 +122,19 @@ def holdings_of(root_of: Callable[[str], BlockId], on_disk: OpenDisk | None) -> 
     return Holdings(root_of, () if on_disk is None else on_disk.records)
 
 
-def remote_blocks(
-    tier: RemoteTier, cpu: CpuTier, io: IoQueue, arena: Arena, disk: DiskTier | None, write_back: WriteBack | None,
-    stats: StoreStats, prefill: PrefillServer | None = None,
-) -> RemoteBlocks:  # fmt: skip
-    """disk, write_back: None without a disk of its own."""
-    reads = DiskReads(cpu, io, arena.view, stats) if write_back is None else write_back.reads
-    reads.remote = tier.reads
-    is_told = isinstance(tier.shared, OwnedBlocks)
-    source = RemoteSource(tier, reads, None if disk is None else disk.read, arena.view, time.time, prefill, is_told)
-    return RemoteBlocks(source, cpu, write_back, stats)
+def remote_source(
+    tiers: CacheTiers, owner: str | None, fleet: FleetSecret | None, fingerprint: str, layout: KVLayout,
+    wake: Callable[[], None], disk: DiskTier | None, arena: Arena,
+) -> RemoteSource:  # fmt: skip
+    """The tier of `--remote`, or the disk that another process owns: to the engine that is its disk."""
+    if fleet is None:
+        assert owner is not None
+        tier = TierWorker("disk", OwnedBlocks(owner), wake, AT_ONCE_LIMITS)
+        return RemoteSource(tier, None, arena.view, time.time, is_told=True)
+    names = BlockNames(fleet, bytes.fromhex(fingerprint))
+    tier = TierWorker("remote", open_shared(tiers, names, layout), wake, AT_ONCE_LIMITS)
+    prefill = open_prefill(tiers, fleet, fingerprint, wake)
+    return RemoteSource(tier, None if disk is None else disk.read, arena.view, time.time, prefill)
 
 
 def open_prefill(
@@ -146,7 +146,7 @@ def open_prefill(
     return PrefillServer(parse_prefill_url(tiers.prefill_url), fleet.derived(PREFILL_KEY), fingerprint, wake)
 
 
-def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> Shared:
+def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> BlockTier:
     """The store of `--remote`."""
     address = parse_remote_url(str(tiers.remote))
     if isinstance(address, RedisAddress):

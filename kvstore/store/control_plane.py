@@ -15,20 +15,22 @@ from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Evict, Evicted, Loss, TransferPlan, Transferred
-from kvstore.disk.io_queue import Done, IoQueue, ReadDone, TaskDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.contents import BelievedContents
 from kvstore.store.progress import Stage
-from kvstore.store.remote import RemoteBlocks
+from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Prefetcher, Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan
 from kvstore.store.splicing import Piece, Splicer, plan_chain
-from kvstore.store.stored import ChainContent, DiskReads, Identity, StoredBlocks
+from kvstore.store.stored import ChainContent, Identity, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
+from kvstore.tiers.work import Done, ReadDone, TaskDone, WriteDone
+from kvstore.tiers.worker import TierWorker
 
 TRIED_BLOCKS = 16  # are read although computing is better: the disk may have become faster
 TRIED_SHARE = 4  # at most one second in this many is spent on such reads
@@ -87,7 +89,7 @@ class Deletion:
         """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""
         if self._remote is not None and self._remote.deletes.has_some(block_ids):
             return False
-        return self._disk is None or not self._disk.space.is_deleting(block_ids)
+        return self._disk is None or not self._disk.contents.removing.has_some(block_ids)
 
     def cannot_forget(self, block_ids: set[BlockId]) -> bool:
         """Whether a tier cannot delete these at the moment. It tries again later."""
@@ -115,17 +117,17 @@ class Deletion:
         return found, frozenset(chosen)
 
 
-def choose(request: Tracked, planner: Planner, reads: DiskReads | None) -> LoadChoice:
-    """How a request should get what it wants. reads: None without a disk."""
+def choose(request: Tracked, planner: Planner, reads: TierReads | None) -> LoadChoice:
+    """How a request should get what it wants. reads: None without a tier below the CPU tier."""
     if not request.is_exact or reads is None:  # without a disk, only splices or saves are on their way
         return LoadChoice(Way.LOAD)
     wanted, front = request.wanted, request.wanted.front
-    num_ahead = reads.num_before(request.rank)
+    num_ahead = reads.num_before(request.rank, reads.exact)
     unread = wanted.back - front
-    if reads.remote is None:
+    if reads.believed is None:
         return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open)
-    num_remote = sum(request.tier_at_arrival(index) == "remote" for index in range(front, wanted.back))
-    slow = num_remote, reads.num_before(request.rank, from_remote=True)
+    num_remote = sum(request.tier_at_arrival(index) == reads.believed for index in range(front, wanted.back))
+    slow = num_remote, reads.num_before(request.rank, reads.believed)
     return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, *slow)
 
 
@@ -139,7 +141,7 @@ class Matcher:
     _requests: Requests
     _prefetcher: Prefetcher
     _planner: Planner
-    _reads: DiskReads | None
+    _reads: TierReads | None
     _stats: StoreStats
     _clock: Callable[[], float]
     _may_try: bool
@@ -202,7 +204,8 @@ class Matcher:
         if now_s < self._try_at or not self._may_try:
             return
         block_s = self._planner.read_s
-        if request.wanted.back and request.tier_at_arrival(request.wanted.back - 1) == "remote":
+        believed = None if self._reads is None else self._reads.believed
+        if believed and request.wanted.back and request.tier_at_arrival(request.wanted.back - 1) == believed:
             block_s = self._planner.remote_s
         self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * block_s
         wanted = request.wanted
@@ -222,35 +225,41 @@ class Transfers(Protocol):
 
 
 class KVStore:
-    """disk, remote: None without such a tier. copy: copies bytes within the arena."""
+    """io: works for the disk, and copies. disk, remote: None without such a tier. reads: None without either. copy:
+    copies bytes within the arena.
+    """
 
     def __init__(
-        self, cpu: CpuTier, io: IoQueue, disk: WriteBack | None, transfers: Transfers, identity: Identity,
-        planner: Planner, copy: Callable[[Sequence[Piece]], None], stats: StoreStats, clock: Callable[[], float],
-        steering: Steering, remote: RemoteBlocks | None = None,
+        self, cpu: CpuTier, io: TierWorker, disk: WriteBack | None, reads: TierReads | None, transfers: Transfers,
+        identity: Identity, planner: Planner, copy: Callable[[Sequence[Piece]], None], stats: StoreStats,
+        clock: Callable[[], float], steering: Steering, remote: RemoteSource | None = None,
     ) -> None:  # fmt: skip
-        self.remote = remote
+        self.remote: RemoteBlocks | None = None
+        self.reads = reads
         self.cpu, self.disk, self.stats, self.steering, self.planner = cpu, disk, stats, steering, planner
         self._io, self._transfers, self._clock = io, transfers, clock
-        below = disk or remote
-        reads, contents = None if below is None else below.reads, None if disk is None else disk.contents
-        is_known = None if remote is None else remote.is_known
-        self.stored = StoredBlocks(cpu, contents, reads, identity, stats, clock, is_known)
-        self.requests = Requests(cpu, self.stored, reads, stats, None if remote is None else remote.is_asking)
+        contents = None if disk is None else disk.contents
+        believed = None if remote is None else BelievedContents(remote.tier, remote.clock)
+        self.stored = StoredBlocks(cpu, contents, reads, identity, stats, clock, believed)
+        self.requests = Requests(cpu, self.stored, reads, stats)
         num_disk_blocks = 0 if disk is None else disk.space.capacity_bytes // planner.block_bytes
         self.prefetcher = Prefetcher(
             cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
             reads is not None,
         )  # fmt: skip
+        if remote is not None and believed is not None and reads is not None:
+            self.remote = RemoteBlocks(
+                remote, believed, cpu, disk, self.stored, reads, planner, self.requests, self.prefetcher, stats
+            )
+            self.requests.is_asking = self.remote.is_asking
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, clock, cpu.keep)
         self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.saver, stats, self._landed)
-        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, lambda: being_filled(self), remote)
+        filled = lambda: being_filled(self)  # noqa: E731
+        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, filled, self.remote)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
-        if remote is not None:
-            remote.connect(self.stored, planner, self.requests, self.prefetcher)
 
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> tuple[str, ...]:
         """Note a queued request. Returns the tier of each block after those in HBM, as far as they are stored."""
@@ -331,11 +340,11 @@ class KVStore:
             for arena_block in self.splicer.task_done(ended.key, ended.succeeded):
                 self._landed(arena_block)
         elif self.disk is not None:
-            if isinstance(ended, ReadDone):
-                self.planner.read(ended.read.view.nbytes, ended.seconds, ended.num_active)
-                self.disk.read_done(ended)
+            if isinstance(ended, ReadDone) and self.reads is not None:
+                self.planner.read(ended.job.view.nbytes, ended.seconds, ended.num_active)
+                self.disk.read_done(ended, self.reads)
                 self.prefetcher.landed()
-            else:
+            elif isinstance(ended, WriteDone):
                 self.disk.write_done(ended)
 
     def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
@@ -349,7 +358,7 @@ class KVStore:
             lacks_room = self.requests.by_id[request_id].lacks_room
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
         if remote is not None and remote.degraded and (known is None or remote.contents.has_had(block_id)):
-            return Loss("remote_away", "remote")
+            return Loss("remote_away", remote.contents.name)
         begun_s = None if disk is None else disk.begun_s
         if known is None and begun_s is not None and since_s < begun_s:
             return Loss("store_replaced", "disk", begun_s)
@@ -399,12 +408,14 @@ class KVStore:
     def finish(self) -> None:
         """Prepare for closing."""
         self.prefetcher.drop_hints()
+        if self.reads is not None:
+            self.reads.finish()
         if self.disk is not None:
             self.disk.finish()
 
     def stages(self) -> list[Stage]:
         """Steps and splices; writes and deletions; what the remote tier gets of it."""
-        disk = [] if self.disk is None else [self.disk.queue.in_flight, self.disk.contents.removing.keys]
+        disk = [] if self.disk is None else [self.disk.queue.in_flight, self.disk.contents.removing.in_flight]
         remote = [] if self.remote is None else self.remote.stages()
         return [self.steps.by_ticket.keys, self.splicer.running, *disk, *remote]
 
@@ -413,7 +424,7 @@ class KVStore:
         """Whether nothing is in flight or waiting to be written."""
         if self.steps.by_ticket or self.ended or self.splicer.running():
             return False
-        is_drained = self.disk.is_drained if self.disk else self._io.is_idle
+        is_drained = not self.reads and (self.disk.is_drained if self.disk else self._io.is_idle)
         return is_drained and (self.remote is None or self.remote.is_idle)
 
     def as_dict(self) -> dict[str, object]:
@@ -423,7 +434,7 @@ class KVStore:
             "cpu": self.cpu.as_dict(self.planner.block_bytes),
             "store": counts | {"unsaved": self.saver.num_unsaved},
             "policy": self.steering.as_dict(),
-            **({} if self.disk is None else {"disk": self.disk.stats()}),
+            **({} if self.disk is None else {"disk": {**self.disk.stats(), "reads_in_flight": len(self.reads or ())}}),
             **({} if self.remote is None else {"remote": self.remote.as_dict()}),
         }
 

@@ -6,23 +6,31 @@ Control plane, one thread. There is no arena: blocks are written from the host's
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Evict, Expected, ReadResult
-from kvstore.disk.io_queue import AS_HINT, AT_ONCE, IoQueue, Read, ReadDone, Task, TaskDone, WriteDone
-from kvstore.disk.opening import OpenDisk
+from kvstore.disk.opening import OpenDisk, OpeningDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.history import Learned
 from kvstore.store.host_conversations import HostConversations
 from kvstore.store.host_writes import HostWrites, Tickets
-from kvstore.store.progress import Stage
+from kvstore.store.parts import DiskParts
+from kvstore.store.progress import Stage, StoreProgress
 from kvstore.store.write_back import WriteBack
+from kvstore.tiers.port import AS_HINT, ReadJob
+from kvstore.tiers.queues import Task
+from kvstore.tiers.work import ReadDone, TaskDone, WriteDone
+from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
 
 MAX_PREFETCHING = 1 << 12  # blocks
+USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations; blocks may have any size
 REASONS = {
     ReadResult.OK: "", ReadResult.MISSING: "missing", ReadResult.CORRUPT: "damaged",
     ReadResult.MISMATCH: "mismatch", ReadResult.FAILED: "io_error",
@@ -33,7 +41,7 @@ class HostReads:
     """planner: measures reads."""
 
     def __init__(
-        self, tier: DiskTier, io: IoQueue, disk: WriteBack, planner: Planner, tickets: Tickets, stats: StoreStats
+        self, tier: DiskTier, io: TierWorker, disk: WriteBack, planner: Planner, tickets: Tickets, stats: StoreStats
     ) -> None:
         self._tier, self._io, self._disk = tier, io, disk
         self._planner, self._tickets, self._stats = planner, tickets, stats
@@ -48,13 +56,13 @@ class HostReads:
         ticket = self._tickets.begin()
         if self._disk.contents.contains(wanted.block_id):
             self._num_reading += 1
-            self._io.submit_read(Read(ticket, wanted, into), AT_ONCE)
+            self._io.submit_read(ReadJob(ticket, wanted, into))
         else:
             self._tickets.end(ticket, "missing")
         return ticket
 
     def done(self, done: ReadDone) -> None:
-        block_id, num_bytes, result = done.read.record.block_id, done.read.view.nbytes, done.result
+        block_id, num_bytes, result = done.job.record.block_id, done.job.view.nbytes, done.result
         self._num_reading -= 1
         if result is ReadResult.OK:
             self._stats.read += 1
@@ -68,7 +76,7 @@ class HostReads:
             is_lost = result in (ReadResult.MISSING, ReadResult.CORRUPT)
             if is_lost and self._disk.contents.contains(block_id):
                 self._disk.space.delete_tree(block_id, result=result)
-        self._tickets.end(done.read.arena_block, REASONS[result], num_bytes)
+        self._tickets.end(done.job.handle, REASONS[result], num_bytes)
 
     def prefetch(self, chain: Sequence[BlockId]) -> None:
         """Read the last of these that is stored, and all that it builds on, into the system's page cache: head first,
@@ -96,7 +104,7 @@ class HostBlocks:
     """
 
     def __init__(
-        self, on_disk: OpenDisk, io: IoQueue, steering: Steering, planner: Planner, stats: StoreStats,
+        self, on_disk: OpenDisk, io: TierWorker, steering: Steering, planner: Planner, stats: StoreStats,
         clock: Callable[[], float], roots: Container[BlockId] | None, tenant_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.steering, self.planner, self.stats = steering, planner, stats
@@ -170,7 +178,7 @@ class HostBlocks:
 
     def stages(self) -> Sequence[Stage]:
         """Writes and deletions."""
-        return (lambda: self.tickets.running, lambda: self.disk.contents.removing)
+        return (lambda: self.tickets.running, self.disk.contents.removing.in_flight)
 
     @property
     def is_idle(self) -> bool:
@@ -187,3 +195,22 @@ class HostBlocks:
         """Assert that counts agree; with `idle`, that nothing is held."""
         self._writes.check_integrity(idle)
         assert not idle or not len(self.reads), f"{len(self.reads)} reads while idle"
+
+
+def open_host_parts(
+    opening: OpeningDisk, capacity_bytes: int, policy: str, name: str, roots: Container[BlockId] | None,
+    tenant_bytes: int | None = None,
+) -> DiskParts[HostBlocks]:  # fmt: skip
+    """opening: is closed with the parts; not if this raises. name: under which the rates of its reads are remembered.
+    roots, tenant_bytes: see `HostBlocks`.
+    """
+    clock, stats, progress = time.time, StoreStats(), StoreProgress()
+    learned = Learned(opening.directory.path, name, stats)
+    steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
+    stats.policy_file_errors += steering.state_was_bad
+    planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
+    learned.restore(planner)
+    disk = opening.join()
+    io = TierWorker("disk", disk.tier, progress.wake, WorkerLimits(batch_bytes=min(BATCH_BYTES, capacity_bytes // 32)))
+    store = HostBlocks(disk, io, steering, planner, stats, clock, roots, tenant_bytes)
+    return DiskParts(opening.directory, threading.RLock(), progress, store, disk.tier, io, learned)

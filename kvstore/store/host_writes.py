@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Finished
 from kvstore.disk.format import WriteError
-from kvstore.disk.io_queue import IoQueue, WriteDone
 from kvstore.disk.opening import OpenDisk
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
@@ -21,6 +20,8 @@ from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import Deletion
 from kvstore.store.write_back import WriteBack
+from kvstore.tiers.work import WriteDone
+from kvstore.tiers.worker import TierWorker
 
 MAX_WRITES = 4096  # that are waiting or running
 MAX_WRITE_BYTES = 256 << 20
@@ -81,7 +82,7 @@ class HostWrites:
     """
 
     def __init__(
-        self, on_disk: OpenDisk, io: IoQueue, steering: Steering, stats: StoreStats, clock: Callable[[], float],
+        self, on_disk: OpenDisk, io: TierWorker, steering: Steering, stats: StoreStats, clock: Callable[[], float],
         tickets: Tickets, roots: Container[BlockId] | None, tenant_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._tier, self._roots = on_disk.tier, roots

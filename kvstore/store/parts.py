@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
@@ -20,6 +19,7 @@ from kvstore.store.control_plane import Deletion, KVStore, Transfers
 from kvstore.store.history import Learned
 from kvstore.store.progress import Fence, Stage, StoreProgress
 from kvstore.store.write_back import WriteBack
+from kvstore.tiers.worker import TierWorker
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class DiskParts(Generic[S]):
     progress: StoreProgress
     store: S
     disk: DiskTier | None
-    io: IoQueue
+    io: TierWorker
     learned: Learned
 
     @property
@@ -139,7 +139,7 @@ class DiskParts(Generic[S]):
 @dataclass(frozen=True, slots=True)
 class StoreParts(DiskParts[KVStore]):
     """The parts of a store with memory between HBM and the disk. They end like DiskParts, `transfer` before and `arena`
-    after those. tier_names: of tiers that the engine knows by another name.
+    after those.
     """
 
     secret: bytes
@@ -147,7 +147,6 @@ class StoreParts(DiskParts[KVStore]):
     arena: Any  # a `kvstore.memory.transfer.Arena`
     transfer: DataPlane
     holdings: Holdings | None = None
-    tier_names: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         return {**DiskParts.as_dict(self), "load_seconds": self.transfer.load_seconds.as_dict()}

@@ -10,34 +10,32 @@ Control plane, one thread. The ordinary write-back also writes to disk what was 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.disk.io_queue import ReadDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
-from kvstore.remote.shared import SharedChain
-from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteDone, RemoteTier
 from kvstore.stats import StoreStats
-from kvstore.store.disk_contents import LOST_BY
+from kvstore.store.contents import LOST_BY, BelievedContents, Deletions
 from kvstore.store.progress import Stage
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Prefetcher, Requests, Tracked
-from kvstore.store.stored import DiskReads, StoredBlocks
+from kvstore.store.stored import StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
+from kvstore.tiers.port import Chain
+from kvstore.tiers.work import Asked, Done, ReadDone, WriteDone
+from kvstore.tiers.worker import TierWorker
 
 LEAST_TOKENS = 128  # that are missing; fewer cost little beside the decoding of others
 SLOWER = 2.0  # than computing here: so long is waited
 LEAST_S, MOST_S, UNKNOWN_S = 2.0, 60.0, 10.0
 GRACE_S = 1.0  # in which the server's threads say themselves that it is late
 MOST_DELETES = 1 << 20
-MOST_KNOWN = 1 << 18  # blocks
-KNOWN_S = 300.0  # how long an answer is believed
 ANSWER_S = 0.1  # how long a request waits for an answer
 
 
@@ -72,7 +70,7 @@ class Elsewhere:
         self._due_s[request] = self._clock() + seconds + GRACE_S
 
     def is_asking(self, request: Tracked, is_next: bool = True) -> bool:
-        """Whether a request still waits; see `RemoteContents.is_asking`."""
+        """Whether a request still waits; see `Questions.is_asking`."""
         if is_next and self._due_s.get(request, math.inf) <= self._clock():
             del self._due_s[request]
         return request in self._due_s
@@ -95,90 +93,33 @@ class Elsewhere:
                 self._stored(request)
 
 
-class RemoteDeletes:
-    """Blocks that are to be deleted from the remote tier."""
-
-    def __init__(self, tier: RemoteTier) -> None:
-        self._tier = tier
-        self._waiting: dict[BlockId, None] = {}  # not handed over yet, or to be tried again
-        self._running: set[BlockId] = set()
-
-    def add(self, block_ids: Iterable[BlockId]) -> None:
-        self._waiting |= dict.fromkeys(block_ids)
-        while len(self._waiting) > MOST_DELETES:  # they expire all the same
-            del self._waiting[next(iter(self._waiting))]
-
-    def pump(self) -> None:
-        """Hand over deletions, if the tier takes them now."""
-        if self._waiting and self._tier.delete(tuple(self._waiting)):
-            self._running |= self._waiting.keys()
-            self._waiting.clear()
-
-    def done(self, done: DeleteDone) -> None:
-        self._running.difference_update(done.block_ids)
-        if done.error is not None:
-            self.add(done.block_ids)
-
-    def __contains__(self, block_id: BlockId) -> bool:
-        return block_id in self._waiting or block_id in self._running
-
-    def has_some(self, block_ids: set[BlockId]) -> bool:
-        """Whether some of these are not deleted yet."""
-        return not (self._waiting.keys().isdisjoint(block_ids) and self._running.isdisjoint(block_ids))
-
-    def in_flight(self) -> set[BlockId]:
-        """Those that run, and those that could be handed over."""
-        return self._running if self._tier.is_refusing else self._running | self._waiting.keys()
-
-
-@dataclass(eq=False)
-class RemoteContents:
-    """answered: called with a request or hint when its answer has come. always: wait until the question is given up,
-    instead of ANSWER_S.
+class Questions:
+    """Which requests and hints wait to hear what is there. always: wait until the question is given up, instead of
+    ANSWER_S.
     """
 
-    _tier: RemoteTier
-    _clock: Callable[[], float]
-    _answered: Callable[[Tracked], None]
-    _always: bool
-
-    def __post_init__(self) -> None:
-        self._known: OrderedDict[BlockId, float] = OrderedDict()  # when each was last heard of
+    def __init__(self, tier: TierWorker, clock: Callable[[], float], always: bool) -> None:
+        self._tier, self._clock, self._always = tier, clock, always
         self._asking: dict[int, Tracked] = {}
         self._due_s: dict[Tracked, float] = {}  # until when each waits for its answer
         self._numbers = count()
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def contains(self, block_id: BlockId) -> bool:
-        """Whether the block is worth reading from there."""
-        heard_s = self._known.get(block_id)
-        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self._tier.breaker.is_open
 
     def ask(self, request: Tracked) -> bool:
         """Ask for a request's chain. Returns whether an answer will come, for which the request waits a little, unless
         another has waited as long in vain.
         """
         number = next(self._numbers)
-        chain = SharedChain(request.lineage.root, tuple(request.chain))
-        is_asked = bool(request.chain) and self._tier.ask(number, chain)
+        is_asked = bool(request.chain) and self._tier.ask(number, Chain(request.lineage.root, tuple(request.chain)))
         if is_asked:
             self._asking[number] = request
-            wait_s = 0.0 if self._tier.asks.running_s > ANSWER_S else ANSWER_S
+            wait_s = 0.0 if self._tier.asking_s > ANSWER_S else ANSWER_S
             self._due_s[request] = math.inf if self._always else self._clock() + wait_s
         return is_asked
 
-    def asked(self, asked: Asked) -> None:
-        """An answer has come, or none will."""
-        request = self._asking.pop(asked.number, None)
-        for block_id, is_there in zip(asked.chain.ids, asked.there or (), strict=False):
-            if is_there:
-                self.learn(block_id)
-            else:
-                self._known.pop(block_id, None)
-        if request is not None and self._due_s.pop(request, None) is not None:
-            self._answered(request)
+    def answered(self, asked: Asked) -> Tracked | None:
+        """An answer has come, or none will. Returns who still waits for it."""
+        request = self._asking.pop(asked.number)
+        return request if self._due_s.pop(request, None) is not None else None
 
     def is_asking(self, request: Tracked, is_next: bool = True) -> bool:
         """Whether a request still waits for its answer. is_next: it could be scheduled now, and does not wait any more
@@ -188,22 +129,6 @@ class RemoteContents:
             del self._due_s[request]
         return request in self._due_s
 
-    def has_had(self, block_id: BlockId) -> bool:
-        """Whether the block was there when it was last heard of, however long ago."""
-        return block_id in self._known
-
-    def learn(self, block_id: BlockId) -> None:
-        """Note that a block is there."""
-        self._known[block_id] = self._clock()
-        self._known.move_to_end(block_id)
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-
-    def lose(self, block_ids: Iterable[BlockId]) -> None:
-        """Note that these are not there, or are about to be deleted."""
-        for block_id in block_ids:
-            self._known.pop(block_id, None)
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
@@ -212,8 +137,7 @@ class RemoteSource:
     evicted by hand.
     """
 
-    tier: RemoteTier
-    reads: DiskReads
+    tier: TierWorker
     read: Callable[[BlockRecord, memoryview], ReadResult] | None
     view: Callable[[int], memoryview]
     clock: Callable[[], float]
@@ -222,35 +146,27 @@ class RemoteSource:
 
 
 class RemoteBlocks:
-    """disk: None without a disk. `connect` must be called first."""
+    """disk: None without a disk. contents: what the tier is thought to have."""
 
-    def __init__(self, source: RemoteSource, cpu: CpuTier, disk: WriteBack | None, stats: StoreStats) -> None:
-        self._source, self._cpu, self._disk, self._stats = source, cpu, disk, stats
-        self._ended: deque[RemoteDone] = deque()
-
-    def connect(self, stored: StoredBlocks, planner: Planner, requests: Requests, prefetcher: Prefetcher) -> None:
-        """Give it the parts of the store that it needs, and that need it."""
-        source = self._source
-        self._planner, self._requests, self._prefetcher = planner, requests, prefetcher
-        self.contents = RemoteContents(source.tier, source.clock, self._answered, planner.always)
-        self.deletes = RemoteDeletes(source.tier)
-        self.stores = RemoteStores(source.tier, self._cpu, stored, source.read, source.view, source.clock)
+    def __init__(
+        self, source: RemoteSource, contents: BelievedContents, cpu: CpuTier, disk: WriteBack | None,
+        stored: StoredBlocks, reads: TierReads, planner: Planner, requests: Requests, prefetcher: Prefetcher,
+        stats: StoreStats,
+    ) -> None:  # fmt: skip
+        self._source, self.contents, self._cpu, self._disk, self._stats = source, contents, cpu, disk, stats
+        self._reads, self._planner, self._requests, self._prefetcher = reads, planner, requests, prefetcher
+        self._ended: deque[Done] = deque()
+        self.questions = Questions(source.tier, source.clock, planner.always)
+        self.deletes = Deletions(source.tier, MOST_DELETES)
+        self.stores = RemoteStores(source.tier, cpu, stored, source.read, source.view, source.clock)
         self.elsewhere = None
         if source.prefill is not None:
-            self.elsewhere = Elsewhere(source.prefill, planner, source.clock, stored.block_size, self.contents.ask)
-
-    @property
-    def reads(self) -> DiskReads:
-        return self._source.reads
-
-    def is_known(self, block_id: BlockId) -> bool:
-        """Whether it is worth reading from there."""
-        return self.contents.contains(block_id)
+            self.elsewhere = Elsewhere(source.prefill, planner, source.clock, stored.block_size, self.questions.ask)
 
     def arrive(self, request: Tracked) -> None:
         """Ask what is there of a new request, which waits a little for the answer."""
         if request.may_load:
-            self.contents.ask(request)
+            self.questions.ask(request)
 
     def _answered(self, request: Tracked) -> None:
         if request.key is None:
@@ -263,7 +179,7 @@ class RemoteBlocks:
 
     def hint(self, hint: Tracked) -> None:
         """Read what is there for a hint, once that is known."""
-        if not self.contents.ask(hint):
+        if not self.questions.ask(hint):
             self._prefetcher.hint(hint)
 
     def poll(self) -> bool:
@@ -275,15 +191,16 @@ class RemoteBlocks:
         while self._ended:  # one at a time, so that an error loses none of the others
             done = self._ended.popleft()
             if isinstance(done, Asked):
-                self.contents.asked(done)
+                self.contents.answered(done)
+                if (request := self.questions.answered(done)) is not None:
+                    self._answered(request)
             elif isinstance(done, ReadDone):
                 self._read_done(done)
-            elif isinstance(done, PutsDone):
-                for block_id in self.stores.put_done(done):
+            elif isinstance(done, WriteDone):
+                for block_id in self.stores.ended(done):
                     if block_id not in self.deletes:
                         self.contents.learn(block_id)
-            else:
-                self.deletes.done(done)
+                self.deletes.ended(done.batch.deletes, done.error)
         self.deletes.pump()
         self.stores.pump()
         if moved:
@@ -291,20 +208,20 @@ class RemoteBlocks:
         return moved
 
     def _read_done(self, done: ReadDone) -> None:
-        arena_block, block_id = done.read.arena_block, done.read.record.block_id
+        arena_block, block_id = done.job.handle, done.job.record.block_id
         if done.result is ReadResult.OK:
-            self._planner.read_remote(done.read.view.nbytes, done.seconds, done.num_active)
+            self._planner.read_remote(done.job.view.nbytes, done.seconds, done.num_active)
             self._stats.remote_read += 1
-            if self.reads.publish(arena_block) and self._disk is not None:
+            if self._reads.publish(arena_block) and self._disk is not None:
                 self._disk.add_dirty(arena_block)
                 return
         else:
             self.contents.lose([block_id])
-            gone = self.reads.fail(done, self._stats.remote_read_failures)
+            gone = self._reads.fail(done, self._stats.remote_read_failures)
             if gone is not None and self._disk is not None:  # blocks read behind it may already be there
                 self._disk.space.delete_tree(block_id, gone)
             cause = "remote_away" if self.degraded else LOST_BY.get(done.result, "unreadable")
-            self._stats.losses.note(cause, "remote", block_id, why=done.result.value)
+            self._stats.losses.note(cause, self.contents.name, block_id, why=done.result.value)
         self._cpu.release(arena_block)
 
     def offer(self, request: Tracked) -> None:
@@ -315,15 +232,15 @@ class RemoteBlocks:
         """Whether a request waits to hear what is there, or for another server to compute it. is_next: it could be
         scheduled now, and is not held up for long.
         """
-        if self.contents.is_asking(request, is_next):
+        if self.questions.is_asking(request, is_next):
             return True
         return self.elsewhere is not None and self.elsewhere.is_asking(request, is_next)
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """Delete these there, too."""
-        block_ids = list(block_ids)
+        for block_id in (block_ids := list(block_ids)):
+            self.deletes.add(block_id)
         self.contents.lose(block_ids)
-        self.deletes.add(block_ids)
 
     def evicted(self, block_ids: Iterable[BlockId]) -> None:
         """These were evicted by hand here."""
@@ -341,7 +258,7 @@ class RemoteBlocks:
     @property
     def degraded(self) -> str | None:
         """Why the tier does not answer; None if it does."""
-        return self._source.tier.breaker.error
+        return self._source.tier.health.error
 
     def stages(self) -> list[Stage]:
         """Chains that wait to be stored; what the tier has been given, and deletions."""
@@ -349,7 +266,7 @@ class RemoteBlocks:
 
     @property
     def is_idle(self) -> bool:
-        return self.stores.is_drained and not self.deletes.in_flight() and not self._ended and not self.reads
+        return self.stores.is_drained and not self.deletes.in_flight() and not self._ended
 
     def as_dict(self) -> dict[str, object]:
         return {

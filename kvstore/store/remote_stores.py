@@ -7,7 +7,7 @@ is offered whenever one of its requests ends, so what was dropped once is stored
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -15,12 +15,14 @@ from itertools import count
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import ArenaBlockState, CpuTier
-from kvstore.remote.shared import Put, SharedChain, batch_blocks
-from kvstore.remote.tier import PutsDone, RemoteTier
 from kvstore.store.requests import Tracked
 from kvstore.store.stored import StoredBlocks
+from kvstore.tiers.port import Chain, WriteJob, chain_batch_blocks
+from kvstore.tiers.work import WriteDone
+from kvstore.tiers.worker import TierWorker
 
 MOST_OFFERS = 1024
+MOST_BATCHES = 4  # that the tier has at a time
 OFFER_S = 60.0  # how long a chain may wait until its blocks are on disk
 LENT_SHARE = 8  # without a disk, at most one in so many arena blocks is lent to the tier
 
@@ -30,14 +32,14 @@ class Offer:
     """Blocks [next, end) of a chain that are to be stored."""
 
     request: Tracked
-    chain: SharedChain
+    chain: Chain
     next: int
     end: int
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class PutBatch:
+class LentBatch:
     """Blocks that the tier is storing. lent: arena blocks that it reads them from."""
 
     lent: list[int]
@@ -48,7 +50,7 @@ class PutBatch:
 class RemoteStores:
     """read: reads a block from disk into memory, in any thread. None without a disk: blocks are sent from the arena."""
 
-    _tier: RemoteTier
+    _tier: TierWorker
     _cpu: CpuTier
     _stored: StoredBlocks
     _read: Callable[[BlockRecord, memoryview], ReadResult] | None
@@ -57,11 +59,11 @@ class RemoteStores:
 
     def __post_init__(self) -> None:
         self._offers: deque[Offer] = deque()
-        self._batches: dict[int, PutBatch] = {}  # that the tier has, by their numbers
+        self._batches: dict[int, LentBatch] = {}  # that the tier has, by their numbers
         self._numbers = count()
         self.num_dropped = 0
         self._block_bytes = self._view(0).nbytes
-        self._batch_blocks = batch_blocks(self._block_bytes)
+        self._batch_blocks = chain_batch_blocks(self._block_bytes)
 
     def offer(self, request: Tracked, is_known: Callable[[BlockId], bool]) -> None:
         """Offer a request's chain, from the first block on that is not known to be there."""
@@ -74,13 +76,13 @@ class RemoteStores:
             self.num_dropped += end - first
             return
         ends = tuple(start // size for start in request.turn_starts)
-        chain = SharedChain(request.lineage.root, tuple(request.chain[:end]), ends)
+        chain = Chain(request.lineage.root, tuple(request.chain[:end]), ends)
         self._offers.append(Offer(request, chain, first, end, self._clock() + OFFER_S))
 
     def pump(self) -> None:
         """Hand over as much as the tier takes now. Called once per poll."""
         for _ in range(len(self._offers)):
-            if not self._tier.can_put:
+            if self._tier.is_refusing or len(self._batches) >= MOST_BATCHES:
                 return
             offer = self._offers.popleft()
             if self._hand_over(offer) and offer.next < offer.end:
@@ -88,32 +90,30 @@ class RemoteStores:
 
     def _hand_over(self, offer: Offer) -> bool:
         """Hand over the next blocks of a chain, as far as possible. Returns False if no more of it ever can be."""
-        number, puts, lent = next(self._numbers), list[Put](), list[int]()
+        number, jobs, lent = next(self._numbers), list[WriteJob](), list[int]()
         end = min(offer.end, offer.next - offer.next % self._batch_blocks + self._batch_blocks)
-        is_over = False
+        is_over, size = False, self._block_bytes
         while offer.next < end:
             index = offer.next
             record = self._stored.record(offer.request, index)
             source = self._stored.arena_block_of(offer.request, index)
             if self._read is not None and self._stored.is_on_disk(record.block_id):
-                puts.append(Put(index, record, partial(self._from_disk, record)))
+                jobs.append(WriteJob(number, record, size, partial(self._from_disk, record), index))
             elif self._read is None and source is not None and self._cpu.state(source) is ArenaBlockState.READY:
                 if not self._may_lend(len(lent)):
                     break
                 self._cpu.acquire(source)
                 lent.append(source)
-                puts.append(Put(index, record, partial(self._view, source)))
+                jobs.append(WriteJob(number, record, size, partial(self._view, source), index))
             else:  # still on its way to disk, or gone
                 is_over = source is None or self._clock() > offer.until_s
                 break
             offer.next += 1
         if is_over:
             self.num_dropped += offer.end - offer.next
-        if puts and self._tier.put(number, offer.chain, puts):
-            self._batches[number] = PutBatch(lent, frozenset(put.record.block_id for put in puts))
-        else:
-            self._release(lent)
-            offer.next -= len(puts)
+        if jobs:
+            self._tier.submit_writes(jobs, offer.chain)
+            self._batches[number] = LentBatch(lent, frozenset(job.record.block_id for job in jobs))
         return not is_over
 
     def _may_lend(self, num_more: int) -> bool:
@@ -126,16 +126,14 @@ class RemoteStores:
         into = memoryview(bytearray(self._block_bytes))
         return into if self._read(record, into) is ReadResult.OK else None
 
-    def put_done(self, done: PutsDone) -> list[BlockId]:
-        """A batch has ended. Returns the blocks that are there now."""
-        self._release(self._batches.pop(done.number).lent)
-        stored = [result.block_id for result in done.results if result.error is None]
-        self.num_dropped += len(done.results) - len(stored)
+    def ended(self, done: WriteDone) -> list[BlockId]:
+        """A batch has ended, or a deletion. Returns the blocks that are there now."""
+        for job in done.batch.jobs[:1]:
+            for arena_block in self._batches.pop(job.handle).lent:
+                self._cpu.release(arena_block)
+        stored = [one.block_id for one in done.stored if one.error is None]
+        self.num_dropped += len(done.batch.jobs) - len(stored)
         return stored
-
-    def _release(self, arena_blocks: Iterable[int]) -> None:
-        for arena_block in arena_blocks:
-            self._cpu.release(arena_block)
 
     def is_storing(self, block_ids: set[BlockId]) -> bool:
         """Whether some of these are on their way, or wait and may be handed over."""

@@ -14,15 +14,15 @@ from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, token_bytes
 from kvstore.blocks.records import BlockRecord, Load
-from kvstore.disk.io_queue import AS_HINT, Rank, rank_of_request
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.policy.planner import SAVE_SHARE, LoadChoice, LookAhead, Way
 from kvstore.stats import StoreStats
 from kvstore.store.seam import Lookup, Match, NewRequest
-from kvstore.store.stored import ChainContent, DiskReads, StoredBlocks
+from kvstore.store.stored import ChainContent, StoredBlocks, TierReads
+from kvstore.tiers.port import AS_HINT, Rank, rank_of_request
 
-Announced = list[tuple[int, BlockRecord]]  # blocks to be read, by their places in the chain
+Announced = list[tuple[int, BlockRecord, str]]  # blocks to be read: places in the chain, records, tiers
 BLANK_SHARE = 16  # one in so many arena blocks is kept empty, so that a read never waits for an eviction
 MOST_HINTS = 64
 NEW_SHARE = 8  # all waiting requests are examined once one in so many is new
@@ -111,16 +111,14 @@ def tracked(new: NewRequest, conversation: Conversation) -> Tracked:
 
 
 class Requests:
-    """Holds the blocks that requests want, and hands them out. reads None: there is no disk. is_asking: see
-    `RemoteBlocks.is_asking`; None: there is no such tier.
+    """Holds the blocks that requests want, and hands them out. reads None: there is no tier below the CPU tier.
+
+    is_asking: see `RemoteBlocks.is_asking`; False without such a tier.
     """
 
-    def __init__(
-        self, cpu: CpuTier, stored: StoredBlocks, reads: DiskReads | None, stats: StoreStats,
-        is_asking: Callable[[Tracked, bool], bool] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, cpu: CpuTier, stored: StoredBlocks, reads: TierReads | None, stats: StoreStats) -> None:
         self._cpu, self._stored, self._reads, self._stats = cpu, stored, reads, stats
-        self.is_asking = is_asking or (lambda *_: False)
+        self.is_asking: Callable[[Tracked, bool], bool] = lambda *_: False
         self.block_size = stored.block_size
         self.by_id: dict[str, Tracked] = {}
 
@@ -157,7 +155,7 @@ class Requests:
 
     def _hold_range(self, request: Tracked, first: int, end: int) -> None:
         for index in range(first, end):
-            if not self._acquire(request, index) and not self._stored.is_below_cpu(request.chain[index]):
+            if not self._acquire(request, index) and self._stored.source(request.chain[index]) is None:
                 self.cut(request, index)
                 return
 
@@ -212,11 +210,10 @@ class Requests:
         if first >= wanted.lowest:
             return None
         begun, short = self._announce(request, first, make_room)
-        for index, record in reversed(begun):
-            from_remote = not self._stored.is_on_disk(record.block_id)
-            self._reads.start(wanted.arena_blocks[index], record, request.rank, from_remote)  # type: ignore[union-attr]
+        for index, record, tier in reversed(begun):
+            self._reads.start(wanted.arena_blocks[index], record, tier, request.rank)  # type: ignore[union-attr]
         if not wanted.is_asked:
-            wanted.read_ahead.update(index for index, _ in begun)
+            wanted.read_ahead.update(index for index, *_ in begun)
             self._stats.prefetched += len(begun)
         if short is None:
             wanted.lowest = min(first, wanted.end)
@@ -228,7 +225,7 @@ class Requests:
         for index in range(first, request.wanted.end):  # announced in order, as a block is linked to the one before
             if index in request.wanted.arena_blocks or self._acquire(request, index):
                 continue
-            if not self._stored.is_below_cpu(request.chain[index]):
+            if (tier := self._stored.source(request.chain[index])) is None:
                 self.cut(request, index)
                 break
             arena_block = self._cpu.reserve()
@@ -243,7 +240,7 @@ class Requests:
                 break
             self._cpu.acquire(arena_block)
             request.wanted.arena_blocks[index] = arena_block
-            begun.append((index, record))
+            begun.append((index, record, tier))
         return begun, None
 
     def ask(self, request: Tracked, first: int, end: int) -> bool:

@@ -13,12 +13,13 @@ from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage, child_block_id, splice_parent_id
 from kvstore.blocks.records import BlockRecord
-from kvstore.disk.io_queue import IoQueue, Task
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.rope.splice import SplicePiece, plan_splice
 from kvstore.stats import StoreStats
-from kvstore.store.stored import ChainContent, DiskReads, StoredBlocks
+from kvstore.store.stored import ChainContent, StoredBlocks, TierReads
+from kvstore.tiers.queues import Task
+from kvstore.tiers.worker import TierWorker
 
 CHUNK_BLOCKS = 64  # copied by one task, so that reads can come in between
 
@@ -75,12 +76,14 @@ class _Job:
 
 @dataclass(eq=False)
 class Splicer:
-    """reads: None without a disk. copy: copies pieces within the arena, in any thread."""
+    """io: its threads copy. reads: None without a tier below the CPU tier. copy: copies pieces within the arena, in any
+    thread.
+    """
 
     _cpu: CpuTier
-    _io: IoQueue
+    _io: TierWorker
     _stored: StoredBlocks
-    _reads: DiskReads | None
+    _reads: TierReads | None
     _copy: Callable[[Sequence[Piece]], None]
     _stats: StoreStats
 
@@ -135,7 +138,7 @@ class Splicer:
             if arena_block is None or self._reads is None:
                 return None
             self._cpu.announce(arena_block, record)
-            self._reads.start(arena_block, record)
+            self._reads.start(arena_block, record, "disk")
         self._cpu.acquire(arena_block)
         return arena_block
 

@@ -9,66 +9,63 @@ Control plane, one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage
 from kvstore.blocks.records import BlockRecord
-from kvstore.disk.io_queue import AS_HINT, AT_ONCE, IoQueue, Rank, Read, ReadDone
 from kvstore.disk.records import label
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
-from kvstore.remote.lanes import ReadLanes
 from kvstore.stats import StoreStats
-from kvstore.store.disk_contents import DiskContents
+from kvstore.store.contents import BelievedContents, DiskContents
+from kvstore.tiers.port import AS_HINT, AT_ONCE, Rank, ReadJob
+from kvstore.tiers.work import ReadDone
+from kvstore.tiers.worker import TierWorker
 
 
-class DiskReads:
-    """view: the bytes of an arena block. remote: the threads that read from the remote tier, None without one."""
+class TierReads:
+    """tiers: those that are read from, one of a kind at most. exact, believed: their names. view: the bytes of an arena
+    block.
+    """
 
-    def __init__(self, cpu: CpuTier, io: IoQueue, view: Callable[[int], memoryview], stats: StoreStats) -> None:
-        self._cpu, self._io, self._view, self._stats = cpu, io, view, stats
-        self.remote: ReadLanes | None = None
-        self._ranks: dict[int, Rank] = {}  # of each arena block
-        self._counts: Counter[tuple[Rank, bool]] = Counter()  # of each rank, from the remote tier or not
-        self._from_remote: set[int] = set()
+    def __init__(
+        self, cpu: CpuTier, tiers: Iterable[TierWorker], view: Callable[[int], memoryview], stats: StoreStats
+    ) -> None:
+        self._cpu, self._view, self._stats = cpu, view, stats
+        self._tiers = {tier.name: tier for tier in tiers}
+        self.exact = next((tier.name for tier in self._tiers.values() if not tier.is_believed), None)
+        self.believed = next((tier.name for tier in self._tiers.values() if tier.is_believed), None)
+        self._running: dict[int, tuple[Rank, str]] = {}  # of each arena block: its rank, and the tier's name
+        self._counts: Counter[tuple[Rank, str]] = Counter()
 
     def __contains__(self, arena_block: int) -> bool:
-        return arena_block in self._ranks
+        return arena_block in self._running
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._running)
 
-    def start(self, arena_block: int, record: BlockRecord, rank: Rank = AT_ONCE, from_remote: bool = False) -> None:
+    def start(self, arena_block: int, record: BlockRecord, tier: str, rank: Rank = AT_ONCE) -> None:
         """Begin to read into an announced arena block. The read takes over a reference, which is released when it has
         ended.
         """
-        self._ranks[arena_block] = rank
-        self._counts[rank, from_remote] += 1
-        if from_remote:
-            assert self.remote is not None
-            self._from_remote.add(arena_block)
-            self.remote.submit(Read(arena_block, record, self._view(arena_block)), rank)
-        else:
-            self._io.submit_read(Read(arena_block, record, self._view(arena_block)), rank)
+        self._note(arena_block, (rank, tier))
+        self._tiers[tier].submit_read(ReadJob(arena_block, record, self._view(arena_block)), rank)
 
-    def is_from_remote(self, arena_block: int) -> bool:
-        """Whether what is being read into this arena block comes from the remote tier."""
-        return arena_block in self._from_remote
+    def tier_of(self, arena_block: int) -> str:
+        """Where what is being read into this arena block comes from."""
+        return self._running[arena_block][1]
 
     def rank(self, arena_block: int) -> Rank:
-        return self._ranks[arena_block]
+        return self._running[arena_block][0]
 
     def set_rank(self, arena_block: int, rank: Rank) -> None:
         """Change the rank of a read: somebody else waits for it now, or nobody does."""
-        if self._ranks[arena_block] != rank:
-            self._uncount(arena_block)
-            self._ranks[arena_block] = rank
-            self._counts[rank, arena_block in self._from_remote] += 1
-            if self.remote is not None and arena_block in self._from_remote:
-                self.remote.change_rank(arena_block, rank)
-            else:
-                self._io.rank_read(arena_block, rank)
+        before, tier = self._running[arena_block]
+        if before != rank:
+            self._end(arena_block)
+            self._note(arena_block, (rank, tier))
+            self._tiers[tier].change_rank(arena_block, rank)
 
     def let_go(self, arena_blocks: Sequence[int]) -> frozenset[int]:
         """Somebody no longer waits for these arena blocks, given tail first: drop reads that nobody else waits for.
@@ -77,7 +74,7 @@ class DiskReads:
         """
         dropped, is_kept = set[int](), False
         for arena_block in arena_blocks:
-            if arena_block in self._ranks and self._cpu.pool.ref_count(arena_block) == 1:
+            if arena_block in self._running and self._cpu.pool.ref_count(arena_block) == 1:
                 is_kept = is_kept or self._is_built_on(arena_block)
                 if is_kept:
                     self.set_rank(arena_block, AS_HINT)
@@ -87,11 +84,7 @@ class DiskReads:
 
     def _cancel(self, arena_block: int) -> bool:
         """Drop a read that has not begun, and forget its block and what builds on it. Returns False if it runs."""
-        if self.remote is not None and arena_block in self._from_remote:
-            is_dropped = self.remote.cancel(arena_block)
-        else:
-            is_dropped = self._io.cancel_read(arena_block)
-        if not is_dropped:
+        if not self._tiers[self.tier_of(arena_block)].cancel(arena_block):
             return False
         self._end(arena_block)
         self._stats.cancelled_reads += 1
@@ -112,46 +105,43 @@ class DiskReads:
 
         Returns the forgotten blocks. None if the block was given up before: what has its id now may be another copy.
         """
-        arena_block, cause = done.read.arena_block, done.result.value
+        arena_block, cause = done.job.handle, done.result.value
         self._end(arena_block)
         failures[cause] = failures.get(cause, 0) + 1
-        if self._cpu.arena_block_of(done.read.record.block_id) != arena_block:
+        if self._cpu.arena_block_of(done.job.record.block_id) != arena_block:
             return None
         records = map(self._cpu.record, self._cpu.fail(arena_block))
         return [record.block_id for record in records if record is not None]
 
+    def _note(self, arena_block: int, kind: tuple[Rank, str]) -> None:
+        self._running[arena_block] = kind
+        self._counts[kind] += 1
+
     def _end(self, arena_block: int) -> None:
         """Note that a read is no longer in flight."""
-        self._uncount(arena_block)
-        self._from_remote.discard(arena_block)
-
-    def _uncount(self, arena_block: int) -> None:
-        kind = self._ranks.pop(arena_block), arena_block in self._from_remote
+        kind = self._running.pop(arena_block)
         self._counts[kind] -= 1
         if not self._counts[kind]:
             del self._counts[kind]
 
-    def num_before(self, rank: Rank, from_remote: bool = False) -> int:
+    def num_before(self, rank: Rank, tier: str | None) -> int:
         """How many blocks are read from there before one of this rank."""
-        kinds = self._counts.items()
-        return sum(num for (other, is_remote), num in kinds if other < rank and is_remote == from_remote)
+        return sum(num for (other, name), num in self._counts.items() if other < rank and name == tier)
 
     @property
     def stalled_s(self) -> float:
         """For how long the oldest read has been running."""
-        if not self._ranks:
-            return 0.0
-        return max(self._io.stalled_s, self.remote.stalled_s if self.remote is not None else 0.0)
+        return max((tier.stalled_s for tier in self._tiers.values()), default=0.0) if self._running else 0.0
 
     def _is_built_on(self, arena_block: int) -> bool:
         """Whether somebody uses a block below this one: it could not stay without this one."""
         below = self._cpu.pool.tree.links.descendants(arena_block)[1:]
-        return any(self._cpu.pool.ref_count(one) > (one in self._ranks) for one in below)
+        return any(self._cpu.pool.ref_count(one) > (one in self._running) for one in below)
 
     def finish(self) -> None:
         """Prepare for closing: drop reads that nobody will ever want."""
-        for arena_block in [arena_block for arena_block, rank in self._ranks.items() if rank != AT_ONCE]:
-            if arena_block in self._ranks and not self._is_built_on(arena_block):
+        for arena_block in [arena_block for arena_block, (rank, _) in self._running.items() if rank != AT_ONCE]:
+            if arena_block in self._running and not self._is_built_on(arena_block):
                 self._cancel(arena_block)
 
 
@@ -176,17 +166,15 @@ class ChainContent:
 
 @dataclass(eq=False)
 class StoredBlocks:
-    """disk, reads: None without a disk. is_remote: whether the remote tier is known to have a block; None without
-    one.
-    """
+    """disk, remote: None without such a tier. reads: None without either."""
 
     _cpu: CpuTier
     _disk: DiskContents | None
-    _reads: DiskReads | None
+    _reads: TierReads | None
     _identity: Identity
     _stats: StoreStats
     _clock: Callable[[], float]
-    _is_remote: Callable[[BlockId], bool] | None = None
+    _remote: BelievedContents | None = None
 
     def __post_init__(self) -> None:
         self.block_size = self._identity.block_size
@@ -210,9 +198,11 @@ class StoredBlocks:
     def is_on_disk(self, block_id: BlockId) -> bool:
         return self._disk is not None and self._disk.contains(block_id)
 
-    def is_below_cpu(self, block_id: BlockId) -> bool:
-        """Whether a block can be read from disk or from the remote tier."""
-        return self.is_on_disk(block_id) or (self._is_remote is not None and self._is_remote(block_id))
+    def source(self, block_id: BlockId) -> str | None:
+        """The tier below the CPU tier that a block is read from; None if none is known to have it."""
+        if self.is_on_disk(block_id):
+            return "disk"
+        return self._remote.name if self._remote is not None and self._remote.contains(block_id) else None
 
     def holds(self, block_id: BlockId) -> bool:
         """Whether CPU or disk have this block, even if it is still in flight."""
@@ -241,24 +231,24 @@ class StoredBlocks:
         return None
 
     def tiers(self, chain: Sequence[BlockId], first: int, end: int) -> list[str]:
-        """Which tier has each block from `first` on, as far as they are stored. What is being read counts as on
-        disk.
+        """Which tier has each block from `first` on, as far as they are stored. What is being read counts as
+        where it comes from.
         """
         found: list[str] = []
         for block_id in chain[first:end]:
-            arena_block = self._cpu.arena_block_of(block_id)
-            if arena_block is None and not self.is_below_cpu(block_id):
+            tier = self._tier(block_id)
+            if tier is None:
                 break
-            found.append(self._tier(block_id, arena_block))
+            found.append(tier)
         return found
 
-    def _tier(self, block_id: BlockId, arena_block: int | None) -> str:
-        is_read = arena_block is not None and self._reads is not None and arena_block in self._reads
-        if arena_block is not None and not is_read and self._cpu.keep:
-            return "cpu"
-        if is_read and arena_block is not None and self._reads is not None:
-            return "remote" if self._reads.is_from_remote(arena_block) else "disk"
-        return "disk" if arena_block is not None or self.is_on_disk(block_id) else "remote"
+    def _tier(self, block_id: BlockId) -> str | None:
+        arena_block = self._cpu.arena_block_of(block_id)
+        if arena_block is None:
+            return self.source(block_id)
+        if self._reads is not None and arena_block in self._reads:
+            return self._reads.tier_of(arena_block)
+        return "cpu" if self._cpu.keep else "disk"
 
     def is_being_saved(self, block_id: BlockId) -> bool:
         """Whether it is on its way from HBM."""

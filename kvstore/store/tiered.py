@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.ids import BlockId, Lineage, token_bytes
@@ -50,16 +49,11 @@ class TieredConnector:
                 after = found.first_block if found.number < 0 else None
                 history.arrived(request.request_id, time.time(), found.name, len(request.token_ids), after)
             tiers = store.arrive(tracked(request, found), request.num_hbm_tokens)
-            return Arrival(self._shown(tiers), found)
-
-    def _shown(self, tiers: Sequence[str]) -> tuple[str, ...]:
-        """Tiers by the names that the engine knows."""
-        return tuple(self.parts.tier_names.get(tier, tier) for tier in tiers)
+            return Arrival(tiers, found)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         with self.parts.lock:
-            found = self.parts.store.match(request_id, num_computed_tokens, max_tokens)
-            return replace(found, late_tiers=self._shown(found.late_tiers)) if found.late_tiers else found
+            return self.parts.store.match(request_id, num_computed_tokens, max_tokens)
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
@@ -95,8 +89,7 @@ class TieredConnector:
 
     def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
         with self.parts.lock:
-            loss = self.parts.store.why_missing(request_id, block_id, since_s)
-        return loss if loss.tier is None else replace(loss, tier=self._shown([loss.tier])[0])
+            return self.parts.store.why_missing(request_id, block_id, since_s)
 
     # -- worker side -------------------------------------------------------------------------------------------------
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:

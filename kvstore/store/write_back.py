@@ -3,7 +3,7 @@
 A dirty arena block holds one reference until its write is durable. A disk that failed is tried again after a longer
 while each time.
 
-Control plane, one thread; the threads of `io_queue` do the work and are polled. Eviction from the CPU tier is metadata
+Control plane, one thread; the worker of the disk does the work and is polled. Eviction from the CPU tier is metadata
 only because every block that is free there has been written.
 """
 
@@ -11,76 +11,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvstore.blocks.forest import ParentsInFlight
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, ReadResult, TenantBytes
+from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.format import WriteError
-from kvstore.disk.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
+from kvstore.disk.index import TenantBytes
 from kvstore.disk.opening import OpenDisk
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.disk_contents import LOST_BY, DiskContents, DiskSpace
-from kvstore.store.stored import DiskReads
+from kvstore.store.contents import LOST_BY, Deletions, DiskContents, DiskSpace
+from kvstore.store.stored import TierReads
+from kvstore.tiers.port import WriteJob
+from kvstore.tiers.work import ReadDone, WriteDone
+from kvstore.tiers.worker import BATCH_BYTES, TierWorker
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
 PAGE_BYTES = 4096
 MAX_QUEUED_BYTES = 2 * BATCH_BYTES  # other dirty blocks wait in the arena, where a deletion still finds them
 MAX_FULL = 5  # how often in a row the map may be full before the disk counts as degraded
 GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
-
-
-@dataclass(slots=True)
-class Backoff:
-    """When something that failed is tried again."""
-
-    clock: Callable[[], float]
-    at_s: float = 0.0
-    next_s: float = FIRST_RETRY_S
-
-    @property
-    def is_over(self) -> bool:
-        return self.clock() >= self.at_s
-
-    def failed(self) -> None:
-        self.at_s = self.clock() + self.next_s
-        self.next_s = min(2 * self.next_s, LAST_RETRY_S)
-
-    def succeeded(self) -> None:
-        self.at_s, self.next_s = 0.0, FIRST_RETRY_S
-
-
-class DiskHealth:
-    """error: why nothing can be written, None when it can. write, heal: of transactions, and of putting a damaged file
-    aside.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.error: str | None = None
-        self.write, self.heal = Backoff(clock), Backoff(clock)
-
-    @property
-    def is_paused(self) -> bool:
-        """Writing has failed, and is not tried again for a while."""
-        return self.error is not None and not (self.write.is_over and self.heal.is_over)
-
-    def write_failed(self, error: str) -> None:
-        self.error = error
-        self.write.failed()
-
-    def heal_failed(self, error: str) -> None:
-        self.error = error
-        self.heal.failed()
-
-    def recovered(self) -> None:
-        """A transaction has succeeded, or there is a new file."""
-        self.error = None
-        self.write.succeeded()
-        self.heal.succeeded()
 
 
 class WriteQueue:
@@ -88,8 +40,8 @@ class WriteQueue:
     what the writer has, in bytes of the file.
     """
 
-    def __init__(self, io: IoQueue, view: Callable[[int], memoryview], parents: ParentsInFlight) -> None:
-        self._io, self._view, self._parents = io, view, parents
+    def __init__(self, tier: TierWorker, view: Callable[[int], memoryview], parents: ParentsInFlight) -> None:
+        self._tier, self._view, self._parents = tier, view, parents
         self.dirty: deque[int] = deque()
         self.submitted: set[int] = set()  # arena blocks that the writer has
         self.bytes = TenantBytes()
@@ -108,22 +60,23 @@ class WriteQueue:
         arena_block = self.dirty.popleft()
         self.bytes.add(record.tenant, self.file_bytes(arena_block))
         self.submitted.add(arena_block)
-        self._io.submit_write(Write(arena_block, record, self._view(arena_block)))
+        view = self._view(arena_block)
+        self._tier.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
 
     def drop_first(self, record: BlockRecord) -> int:
         """Do not write the first dirty arena block. Returns it."""
         self.remove(record)
         return self.dirty.popleft()
 
-    def ended(self, writes: Sequence[Write]) -> None:
+    def ended(self, jobs: Sequence[WriteJob]) -> None:
         """The writer no longer has these."""
-        for write in writes:
-            self.bytes.add(write.record.tenant, -self.file_bytes(write.arena_block))
-        self.submitted.difference_update(write.arena_block for write in writes)
+        for job in jobs:
+            self.bytes.add(job.record.tenant, -self.file_bytes(job.handle))
+        self.submitted.difference_update(job.handle for job in jobs)
 
     def submit_touched(self, touched: dict[BlockId, float]) -> None:
         """Give the writer times of last use, which go along with the next transaction."""
-        self._io.submit_touched(touched)
+        self._tier.submit_touched(touched)
 
     def in_flight(self) -> set[int]:
         """Arena blocks that are dirty or that the writer has."""
@@ -132,12 +85,12 @@ class WriteQueue:
     @property
     def is_drained(self) -> bool:
         """Whether nothing is dirty, or on its way to or from the disk."""
-        return not self.dirty and self._io.is_idle
+        return not self.dirty and self._tier.is_idle
 
-    def put_back(self, writes: Sequence[Write]) -> None:
+    def put_back(self, jobs: Sequence[WriteJob]) -> None:
         """These are not on disk: put them at the head of the queue again."""
-        self.dirty.extendleft(write.arena_block for write in reversed(writes))
-        self._unsure.difference_update(write.arena_block for write in writes)
+        self.dirty.extendleft(job.handle for job in reversed(jobs))
+        self._unsure.difference_update(job.handle for job in jobs)
 
     def remove(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
@@ -155,39 +108,40 @@ class WriteQueue:
 
 
 class WriteBack:
-    """view: the bytes of an arena block. tenant_bytes: how much one tenant's blocks may take."""
+    """tier: the disk's. view: the bytes of an arena block. tenant_bytes: how much one tenant's blocks may take. health:
+    of writes; a damaged file is put aside before it is written to again.
+    """
 
     def __init__(
-        self, on_disk: OpenDisk, cpu: CpuTier, io: IoQueue, view: Callable[[int], memoryview], stats: StoreStats,
+        self, on_disk: OpenDisk, cpu: CpuTier, tier: TierWorker, view: Callable[[int], memoryview], stats: StoreStats,
         clock: Callable[[], float], steering: Steering, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
         self._cpu, self._stats, self._clock = cpu, stats, clock
         self._tenant_bytes = tenant_bytes
-        self.reads = DiskReads(cpu, io, view, stats)
-        self.contents = DiskContents(disk, on_disk.index, steering, clock, holdings)
-        self.queue = WriteQueue(io, view, cpu.parents_in_flight)
-        self.space = DiskSpace(disk, cpu, io, self.contents, stats)
-        self.health = DiskHealth(clock)
+        self.contents = DiskContents(disk, on_disk.index, Deletions(tier), steering, clock, holdings)
+        self.queue = WriteQueue(tier, view, cpu.parents_in_flight)
+        self.space = DiskSpace(disk, cpu, self.contents, stats)
+        self.health = tier.health
         self._num_full = 0
         self._stuck_since_s: float | None = None
 
     # -- reads -------------------------------------------------------------------------------------------------------
-    def read_done(self, done: ReadDone) -> None:
+    def read_done(self, done: ReadDone, reads: TierReads) -> None:
         """A read from disk has ended."""
         if done.result is ReadResult.OK:
             self._stats.read += 1
-            self.reads.publish(done.read.arena_block)
+            reads.publish(done.job.handle)
         else:
-            block_id, gone = done.read.record.block_id, self.reads.fail(done, self._stats.read_failures)
+            block_id, gone = done.job.record.block_id, reads.fail(done, self._stats.read_failures)
             is_lost = done.result in (ReadResult.MISSING, ReadResult.CORRUPT) or not self.contents.contains(block_id)
             if is_lost and gone is not None:  # a quarantine may have come in between
                 self.space.delete_tree(block_id, gone, done.result)
             elif not is_lost:
                 why = done.result.value
                 self._stats.losses.note(LOST_BY.get(done.result, "unreadable"), "disk", block_id, why=why)
-        self._cpu.release(done.read.arena_block)
+        self._cpu.release(done.job.handle)
 
     # -- writes ------------------------------------------------------------------------------------------------------
     def add_dirty(self, arena_block: int) -> None:
@@ -198,11 +152,9 @@ class WriteBack:
 
     def pump(self) -> None:
         """Hand dirty arena blocks to the writer, within its bounds, and make room for them. Called once per poll."""
-        if self._disk.file.broken and not self._quarantine():
+        if self.health.is_paused or (self._disk.file.broken and not self._quarantine()):
             return
-        if not self.health.write.is_over:
-            return
-        if self.space.delete_again():
+        if self.contents.removing.pump():
             return  # they go alone, as they make room
         while self.queue.dirty and self.queue.bytes.total < MAX_QUEUED_BYTES and self._submit_first():
             pass
@@ -226,7 +178,7 @@ class WriteBack:
                 return self._give_up_first(record)
             # The file system had no room: the disk will find out whether that is still so.
         self._stuck_since_s = None
-        self.contents.removing.pop(record.block_id, None)
+        self.contents.removing.drop(record.block_id)
         self.queue.submit_first(record)
         return True
 
@@ -258,25 +210,26 @@ class WriteBack:
         self._cpu.release(self.queue.drop_first(record))
 
     def write_done(self, done: WriteDone) -> None:
-        self.queue.ended(done.writes)
+        jobs, deletes = done.batch.jobs, done.batch.deletes
+        self.queue.ended(jobs)
+        self.contents.removing.ended(deletes, done.error)
         if done.error is not None:
-            self._writes_failed(done, done.error)
+            self._writes_failed(jobs, done.error)
             return
-        self.health.recovered()
+        self.health.succeeded()
         self._num_full = 0
-        for write, stored_bytes in zip(done.writes, done.stored_bytes, strict=True):
-            record, arena_block = write.record, write.arena_block
+        for job, stored in zip(jobs, done.stored, strict=True):
+            record, arena_block = job.record, job.handle
             if self.queue.is_doubtful(arena_block) and not self._disk.contains(record.block_id):
                 self.queue.dirty.append(arena_block)
                 continue
             self._stats.written += 1
-            self.contents.written(record, stored_bytes, self._cpu.conversation(arena_block))
+            self.contents.written(record, stored.num_bytes, self._cpu.conversation(arena_block))
             newest = self._cpu.arena_block_of(record.block_id)
             if not self._cpu.is_current(arena_block) and newest not in self.queue.submitted:
                 self.space.delete_written(record.block_id)  # deleted while it was being written, and no newer copy is
             self.queue.remove(record)
             self._cpu.release(arena_block)
-        self.space.deleted(done.deletes)
 
     def refuse_waiting(self) -> None:
         """Do not write what waits: it is in memory that is wanted back."""
@@ -286,32 +239,29 @@ class WriteBack:
             self._refuse_first(record, "its memory was wanted back")
 
     # -- failures ----------------------------------------------------------------------------------------------------
-    def _writes_failed(self, done: WriteDone, error: str) -> None:
+    def _writes_failed(self, jobs: Sequence[WriteJob], error: str) -> None:
         """Keep the blocks dirty, and try again later, deletions too, after a longer while each time."""
-        self._stats.dropped_writes += len(done.writes)
-        self.queue.put_back(done.writes)
-        self.space.deletion_failed(done.deletes)
+        self._stats.dropped_writes += len(jobs)
+        self.queue.put_back(jobs)
         if error == WriteError.MAP_FULL and self._num_full < MAX_FULL:
             # There is room, but in pieces that are too small, or only free after another transaction or two.
             self._num_full += 1
-            self.space.evict(sum(self.queue.file_bytes(write.arena_block) for write in done.writes))
-            self.space.delete_again()
-            return
-        self.health.write_failed(error)
+            self.space.evict(sum(self.queue.file_bytes(job.handle) for job in jobs))
+            self.contents.removing.pump()
+        elif error != WriteError.BROKEN:  # such a file is put aside at once
+            self.health.failed(error)
 
     def _quarantine(self) -> bool:
         """Set the damaged environment aside, start with an empty one, and write the CPU tier to it again.
 
         Returns False if the file system does not allow it. It is tried again later; until then, nothing is on disk.
         """
-        if not self.health.heal.is_over:
-            return False
         try:
             self._disk.file.quarantine()
         except (StoreError, OSError) as error:
-            self.health.heal_failed(str(error))
+            self.health.failed(str(error))
             return False
-        self.health.recovered()
+        self.health.succeeded()
         self.space.begin_anew()
         self.queue.doubt_submitted()
         known = self.queue.submitted.union(self.queue.dirty)
@@ -325,7 +275,8 @@ class WriteBack:
     # -- looking after -----------------------------------------------------------------------------------------------
     def cannot_delete(self, block_ids: set[BlockId]) -> bool:
         """Whether the deletion of some of these has failed, and will not be tried again soon."""
-        return self.health.error is not None and (self._disk.file.broken or self.space.has_failed(block_ids))
+        has_failed = self._disk.file.broken or self.contents.removing.have_failed(block_ids)
+        return self.health.error is not None and has_failed
 
     @property
     def begun_s(self) -> float | None:
@@ -335,7 +286,7 @@ class WriteBack:
     @property
     def is_drained(self) -> bool:
         """Whether nothing is dirty or in flight."""
-        return not self.contents.removing and not self.reads and self.queue.is_drained
+        return not self.contents.removing and self.queue.is_drained
 
     def persist_touched(self) -> None:
         """Send times of last use along with the next transaction."""
@@ -344,9 +295,8 @@ class WriteBack:
 
     def finish(self) -> None:
         """Prepare for closing: hand over what was waiting for a better moment."""
-        self.reads.finish()
         self.persist_touched()
-        self.space.delete_again()
+        self.contents.removing.pump()
 
     def stats(self) -> dict[str, object]:
         return {
@@ -354,6 +304,5 @@ class WriteBack:
             "blocks": len(self.contents.index),
             "dirty_blocks": len(self.queue.dirty),
             "queued_write_bytes": self.queue.bytes.total,
-            "reads_in_flight": len(self.reads),
             "degraded": self.health.error,
         }

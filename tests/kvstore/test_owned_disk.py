@@ -25,7 +25,7 @@ from kvstore.owned_disk import OwnedDisk, owner_folder
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.resp import RespClient, encode
-from kvstore.remote.shared import Put
+from kvstore.tiers.port import WriteBatch
 from tests.kvstore.remote.chains import SIZE, Made, are_right, make_chain
 from tests.support.programs import writer_held_up
 from tests.support.waiting import TIMEOUT_S, wait_until
@@ -68,8 +68,8 @@ def session(disk):
 def test_blocks_come_back_after_a_restart(tmp_path):
     made, large = make_chain(50), make_chain(6, seed=900)
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
-        session.put(made.chain, made.puts())
-        assert all(result.error is None for result in session.put(large.chain, large.puts(size=1 << 20)))
+        session.write(made.batch())
+        assert all(result.error is None for result in session.write(large.batch(size=1 << 20)).stored)
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
         assert session.ask(made.chain) == [True] * 50
         for reads in (made.reads(), large.reads(size=1 << 20)):
@@ -88,7 +88,7 @@ def test_several_engines_at_once(disk):
     def one(made: Made) -> bool:
         with session_of(disk) as session:
             for end in (10, 20, 30):
-                assert all(result.error is None for result in session.put(made.chain, made.puts(end - 10, end)))
+                assert all(result.error is None for result in session.write(made.batch(end - 10, end)).stored)
             reads = made.reads()
             return set(session.read(reads)) == {ReadResult.OK} and are_right(reads)
 
@@ -99,9 +99,9 @@ def test_several_engines_at_once(disk):
 
 def test_a_block_without_the_one_before_it_is_refused(session):
     made = make_chain(6)
-    assert [result.error for result in session.put(made.chain, made.puts(2))] == ["refused"] * 4
+    assert [result.error for result in session.write(made.batch(2)).stored] == ["refused"] * 4
     assert session.ask(made.chain) == [False] * 6
-    assert [result.error for result in session.put(made.chain, made.puts())] == [None] * 6
+    assert [result.error for result in session.write(made.batch()).stored] == [None] * 6
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -109,13 +109,13 @@ def test_a_splice_begins_where_another_parent_is_named(tmp_path, restarted):
     """Its first block names no block of the chain as its parent; it goes with the block before it all the same."""
     head, tail = make_chain(4), make_chain(3, seed=70)
     chain = replace(head.chain, ids=(*head.chain.ids, *tail.chain.ids))
-    puts = [*head.puts(), *[Put(4 + i, put.record, put.fetch) for i, put in enumerate(tail.puts())]]
+    jobs = (*head.jobs(), *[replace(job, index=4 + job.index) for job in tail.jobs()])
     with ExitStack() as ends:
         for _ in range(1 + restarted):
             ends.close()
             disk = ends.enter_context(opened(tmp_path / "store"))
             session = ends.enter_context(session_of(disk))
-            assert all(result.error is None for result in session.put(chain, puts))
+            assert all(result.error is None for result in session.write(WriteBatch(jobs, chain=chain)).stored)
         assert session.ask(chain) == [True] * 7
         assert disk.forget(head.chain.ids[3:], TIMEOUT_S)
         assert session.ask(chain) == [True] * 3 + [False] * 4
@@ -126,7 +126,7 @@ def test_what_a_killed_engine_has_sent_does_not_outlive_a_deletion(disk):
     for number in range(8):
         made = make_chain(64, seed=1000 * number)
         command: list[str | bytes] = ["PUT"]
-        for put in made.puts(size=60_000):
+        for put in made.jobs(size=60_000):
             before = made.chain.ids[put.index - 1] if put.index else b""
             value = put.fetch()
             command += (before, encode_head(put.record, value) + bytes(value))
@@ -141,8 +141,8 @@ def test_what_a_killed_engine_has_sent_does_not_outlive_a_deletion(disk):
 
 def test_deleted_blocks_are_gone_with_all_that_builds_on_them(disk, session):
     made = make_chain(20)
-    session.put(made.chain, made.puts())
-    session.delete(made.chain.ids[5:6])
+    session.write(made.batch())
+    session.write(WriteBatch(deletes=tuple(made.chain.ids[5:6])))
     assert session.ask(made.chain) == [True] * 5 + [False] * 15
     assert session.read(made.reads(4, 6)) == [ReadResult.OK, ReadResult.MISSING]
     assert disk.evict(Evict(everything=True)).num_blocks == 5
@@ -163,13 +163,13 @@ def flip(folder: Path, block_id: bytes) -> None:
 def test_a_damaged_block_is_never_served_and_is_stored_again(tmp_path):
     made = make_chain(8)
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
-        session.put(made.chain, made.puts())
+        session.write(made.batch())
     flip(tmp_path / "store", made.chain.ids[3])
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
         assert session.read(made.reads(2, 5)) == [ReadResult.OK, ReadResult.MISSING, ReadResult.MISSING]
         assert session.ask(made.chain) == [True] * 3 + [False] * 5, "what builds on it went, too"
         assert disk.stats()["store"]["read_failures"] == {"corrupt": 1}
-        assert all(result.error is None for result in session.put(made.chain, made.puts()))
+        assert all(result.error is None for result in session.write(made.batch()).stored)
         assert set(session.read(made.reads())) == {ReadResult.OK}
 
 
@@ -184,7 +184,7 @@ def test_tails_go_first_and_pinned_chains_last(tmp_path):
     made = [make_chain(20, seed=100 * number) for number in range(60)]
     with opened(tmp_path / "store", capacity=8 << 20) as disk, session_of(disk) as session:
         for number, one in enumerate(made):
-            assert all(result.error is None for result in session.put(one.chain, one.puts()))
+            assert all(result.error is None for result in session.write(one.batch()).stored)
             if number == 3:
                 disk.pin(one.chain.ids, 3600.0)
         assert session.ask(made[3].chain) == [True] * 20
@@ -197,11 +197,11 @@ def test_a_tenant_has_no_more_than_its_part(tmp_path):
     with opened(tmp_path / "store", disk_per_tenant=10 * 16384) as disk, session_of(disk) as session:
         made = make_chain(40)
         owned = [msgspec.structs.replace(record, tenant="anna") for record in made.records]
-        puts = [replace(put, record=record) for put, record in zip(made.puts(), owned, strict=True)]
-        stored = sum(result.error is None for result in session.put(made.chain, puts))
+        jobs = tuple(replace(job, record=record) for job, record in zip(made.jobs(), owned, strict=True))
+        stored = sum(result.error is None for result in session.write(WriteBatch(jobs, chain=made.chain)).stored)
         assert 0 < stored <= 10 and disk.stats()["store"]["refused_writes"] > 0
         other = make_chain(8, seed=500)  # of another tenant
-        assert [result.error for result in session.put(other.chain, other.puts())] == [None] * 8
+        assert [result.error for result in session.write(other.batch()).stored] == [None] * 8
 
 
 def test_whoever_speaks_something_else_is_left_and_others_go_on(disk, session):
@@ -223,7 +223,7 @@ def test_ids_of_another_length_are_refused_and_harm_nobody(disk, session):
         for command in ("GET", "HAS", "ASK", "DEL"):
             with RespClient(RedisAddress(disk.path), TIMEOUT_S) as client, pytest.raises(RemoteError, match="32 bytes"):
                 client.call(command, b"x" * length)
-    assert all(result.error is None for result in session.put(made.chain, made.puts()))
+    assert all(result.error is None for result in session.write(made.batch()).stored)
     assert disk.stats()["disk"]["failures"] == {}
 
 
@@ -248,7 +248,7 @@ def test_a_flush_waits_for_what_was_taken(disk, tmp_path):
 
     def store() -> bool:
         with session_of(disk) as session:
-            return all(one.error is None for one in session.put(made.chain, made.puts()))
+            return all(one.error is None for one in session.write(made.batch()).stored)
 
     with ThreadPoolExecutor(2) as threads, writer_held_up(blocks) as let_go:
         stored = threads.submit(store)
@@ -286,7 +286,7 @@ def test_an_owner_that_has_gone_is_an_error_and_comes_back(tmp_path):
     made = make_chain(3)
     with opened(tmp_path / "store") as disk:
         session = OwnedBlocks(disk.path).session()
-        session.put(made.chain, made.puts())
+        session.write(made.batch())
     with pytest.raises(RemoteError):
         session.ask(made.chain)
     session.close()

@@ -119,7 +119,7 @@ def check_bounds(sim: Simulation) -> None:
             f"{disk.queue.bytes.total} bytes are queued"
         )
         assert disk.queue.bytes.total >= 0
-        assert len(disk.reads) <= num_arena_blocks
+        assert len(sim.store.reads) <= num_arena_blocks
 
 
 def on_disk(sim: Simulation) -> dict[BlockId, BlockId]:
@@ -153,9 +153,9 @@ def check_reads(sim: Simulation) -> None:
     if disk is None:
         return
     ended = stats.read + sum(stats.read_failures.values()) + stats.cancelled_reads
-    known = ended + len(disk.reads)
+    known = ended + len(sim.store.reads)
     submitted = sim.connector.parts.io.num_reads_submitted
-    assert known == submitted, f"{submitted} reads: {ended} ended and {len(disk.reads)} are known"
+    assert known == submitted, f"{submitted} reads: {ended} ended and {len(sim.store.reads)} are known"
 
 
 # -- when nothing runs -------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def in_flight(sim: Simulation) -> str:
     if disk is not None:
         found += [f"dirty {len(disk.queue.dirty)}", f"deleting {len(disk.contents.removing)}"]
         found += [
-            f"reads {len(disk.reads)}",
+            f"reads {len(sim.store.reads)}",
             f"degraded {disk.health.error}",
         ]
         found += [f"queue is idle: {sim.connector.parts.io.is_idle}"]

@@ -1,10 +1,11 @@
-"""What of a simulated store fails and takes long: disk, I/O queue and transfers, which are events of the virtual clock.
+"""What of a simulated store fails and takes long: disk, worker and transfers, which are events of the virtual clock.
 
 Everything that they move is compared with what it should be.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,21 +19,12 @@ from kvstore.blocks.records import BlockRecord, ReadResult, TransferPlan, Transf
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import IndexEntry
-from kvstore.disk.io_queue import (
-    NUM_READERS,
-    WAKE_EVERY,
-    Batch,
-    IoQueue,
-    Rank,
-    Read,
-    ReadDone,
-    Task,
-    TaskDone,
-    WriteDone,
-)
-from kvstore.disk.tier import WriteOutcome
+from kvstore.disk.tier import DiskSession, WriteOutcome
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
+from kvstore.tiers.port import Keeps, ReadJob
+from kvstore.tiers.work import Lane, Reads, Writes
+from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool
 
 PAGE_BYTES = 16
@@ -94,7 +86,7 @@ class Platter:
 class Disk:
     """A `DiskTier` and its file, without a file. Freed pages can be used again two transactions later, as in LMDB."""
 
-    path = "the virtual disk"
+    path, keeps, most_read_bytes = "the virtual disk", Keeps.EXACT, 1
 
     def __init__(
         self, platter: Platter, capacity_bytes: int, book: Book, clock: Clock, faults: Faults, rng: random.Random,
@@ -104,6 +96,9 @@ class Disk:
         self.book, self.clock, self.faults, self.rng, self.counts = book, clock, faults, rng, counts
         self.weather = weather
         self._freed: deque[int] = deque([0, 0], maxlen=2)
+
+    def session(self) -> DiskSession:
+        return DiskSession(self)
 
     @property
     def used_bytes(self) -> int:
@@ -202,119 +197,99 @@ def stored_bytes(value: bytes | memoryview) -> int:
     return (len(value) // PAGE_BYTES + 1) * PAGE_BYTES
 
 
-class VirtualIo(IoQueue):
-    """The queue of `io_queue` with its own order and batches; its threads are entries of the clock's agenda."""
+class WatchedWorker(TierWorker):
+    """The disk's worker, which counts its reads and says what it writes from."""
 
-    def watch(self, disk: Disk | None, clock: Clock, arena: Arena, read_s: float, rng: random.Random) -> VirtualIo:
-        self._disk, self.clock, self.arena, self.read_s, self.rng = disk, clock, arena, read_s, rng
-        self.num_reads_submitted = self.num_reads_begun = 0
-        self._is_batch_due_s: float | None = None
-        self._writing: Batch | None = None
-        self.has_hung = False  # a read that the store could not wait for when it was closed
-        return self
+    def __init__(
+        self, disk: Disk | None, on_progress: Callable[[], None], limits: WorkerLimits, clock: Clock, arena: Arena,
+        read_s: float, rng: random.Random,
+    ) -> None:  # fmt: skip
+        self.threads = VirtualThreads(self, disk, clock, arena, read_s, rng)
+        self.num_reads_submitted, self._arena = 0, arena
+        super().__init__("disk", disk, on_progress, limits, lambda: clock.now_s, lambda _: self.threads)
 
-    def submit_read(self, read, rank=(0,)) -> None:
-        super().submit_read(read, rank)
-        self.num_reads_submitted += isinstance(read, Read)
-        self.clock.io.after(1e-4, self._start_reads)
+    def submit_read(self, job, rank=(0,)) -> None:
+        super().submit_read(job, rank)
+        self.num_reads_submitted += isinstance(job, ReadJob)
+
+    def submit_writes(self, jobs, chain=None) -> None:
+        super().submit_writes(jobs, chain)
+        for job in jobs:
+            self._arena.begin(job.handle, "write to disk")
+
+
+class VirtualThreads:
+    """An executor: entries of the clock's agenda. has_hung: a read for which the store could not wait at its end."""
+
+    def __init__(
+        self, worker: TierWorker, disk: Disk | None, clock: Clock, arena: Arena, read_s: float, rng: random.Random
+    ) -> None:
+        self._worker, self._disk, self._clock, self._arena = worker, disk, clock, arena
+        self._read_s, self._rng = read_s, rng
+        self._num_reading = 0
+        self.writing: Writes | None = None
+        self.has_hung = False
+
+    def wake(self, lane: Lane) -> None:
+        self._clock.io.after(1e-4, self._start_reads if lane is Lane.READ else self._start_batch)
+
+    def _take(self, lane: Lane) -> object:
+        with self._worker.lock:
+            return self._worker.take_work(lane)
 
     def _start_reads(self) -> None:
-        while len(self._began) < NUM_READERS and self._reads:
-            number = self.num_reads_begun = self.num_reads_begun + 1
-            rank, job, num_before = self._next_read(number)
-            began_s = self.clock.now_s
-            if isinstance(job, Read):
-                self.arena.begin(job.arena_block, "read from disk")
-                job.view[: len(job.view) // 2] = bytes(len(job.view) // 2)
-            end = partial(self._ended, number, rank, job, num_before, began_s)
-            self.clock.io.after(self._seconds(), end)
+        most = self._worker.limits.num_readers
+        while self._num_reading < most and isinstance(taken := self._take(Lane.READ), Reads):
+            self._num_reading += 1
+            for job in taken.jobs:
+                if isinstance(job, ReadJob):
+                    self._arena.begin(job.handle, "read from disk")
+                    job.view[: len(job.view) // 2] = bytes(len(job.view) // 2)
+            self._clock.io.after(self._seconds(), partial(self._ended, taken))
 
     def _seconds(self) -> float:
-        seconds = self.read_s * self.rng.uniform(0.5, 1.5)
+        seconds = self._read_s * self._rng.uniform(0.5, 1.5)
         if self._disk is None or self._disk.weather.quiet:
             return seconds
         faults, weather = self._disk.faults, self._disk.weather
-        if self.rng.random() < faults.hung_reads:
+        if self._rng.random() < faults.hung_reads:
             return 40.0
         return seconds * (100.0 if weather.is_bad("read", faults.slow_reads) else 1.0)
 
-    def _ended(self, number: int, rank: Rank, job: Read | Task, num_before: int, began_s: float) -> None:
-        """As the end of a round of `_read_loop`."""
-        result = self._read(job) if isinstance(job, Read) else self._run(job)
-        num_active = (num_before + len(self._began)) / 2
-        if isinstance(job, Read):
-            self.arena.end(job.arena_block, "read from disk")
-            self.arena.movers[job.arena_block] = "read"
-            result = ReadDone(job, result, self.clock.now_s - began_s, num_active)
-        assert isinstance(result, ReadDone | TaskDone)
-        self._done.append(result)
-        del self._began[number]
-        wake = self._reads.first_rank() != rank or len(self._done) % WAKE_EVERY == 0
+    def _ended(self, taken: Reads) -> None:
+        self._worker.run(taken)
+        for job in taken.jobs:
+            if isinstance(job, ReadJob):
+                self._arena.end(job.handle, "read from disk")
+                self._arena.movers[job.handle] = "read"
+        self._num_reading -= 1
         self._start_reads()
-        if wake:
-            self._on_progress()
-
-    def submit_write(self, write) -> None:
-        super().submit_write(write)
-        self.arena.begin(write.arena_block, "write to disk")
-        self._wake_writer()
-
-    def submit_deletes(self, block_ids) -> None:
-        super().submit_deletes(block_ids)
-        self._wake_writer()
-
-    def submit_touched(self, touched) -> None:
-        super().submit_touched(touched)
-        self.clock.io.after(60.0, self._start_batch)
-
-    def hurry(self) -> None:
-        super().hurry()
-        self.clock.io.after(0.0, self._start_batch)
-
-    def _wake_writer(self) -> None:
-        if self._is_batch_due_s is None:
-            self._is_batch_due_s = self.clock.now_s + self._batch_wait_s
-        self.clock.io.after(1e-4, self._start_batch)
-        self.clock.io.at(self._is_batch_due_s, self._start_batch)
 
     def _start_batch(self) -> None:
-        if self._writing is not None or not self._pending:
+        if self.writing is not None:
             return
-        is_due = self._is_batch_due_s is not None and self.clock.now_s >= self._is_batch_due_s
-        is_touched_due = self._touched_wait_s() == 0
-        if not (is_due or is_touched_due or self._closing or self._pending.is_due):
-            return
-        self._pending.is_hurried = True  # so that the next line does not wait
-        batch = self._writing = self._next_batch()
-        self._is_batch_due_s = None
-        before = [bytes(write.view) for write in batch.writes]
-        seconds = self.read_s * (1 + len(batch.writes) / 2) * self.rng.uniform(0.5, 2.0)
-        self.clock.io.after(seconds, lambda: self._commit(batch, before))
+        taken = self._take(Lane.WRITE)
+        if isinstance(taken, Writes):
+            self.writing, before = taken, [bytes(job.fetch()) for job in taken.batch.jobs]
+            seconds = self._read_s * (1 + len(before) / 2) * self._rng.uniform(0.5, 2.0)
+            self._clock.io.after(seconds, partial(self._commit, taken, before))
+        elif isinstance(taken, float) and taken < math.inf:
+            self._clock.io.after(taken, self._start_batch)
 
-    def _commit(self, batch: Batch, before: list[bytes]) -> None:
-        assert [bytes(write.view) for write in batch.writes] == before, (
-            "an arena block was written while it was being stored"
-        )
-        outcome = self._disk.write([(w.record, w.view) for w in batch.writes], batch.deletes, batch.touched)
-        for write in batch.writes:
-            self.arena.end(write.arena_block, "write to disk")
-        done = WriteDone(batch.writes, batch.deletes, tuple(outcome.stored_bytes), outcome.error, 0.01)
-        if outcome.error is not None and not self._closing:
-            self._pending.touch(batch.touched, again=True)
-        if batch.writes or batch.deletes:
-            self._done.append(done)
-        self._is_writing, self._writing = False, None
-        if self._pending.has_blocks:
-            self._wake_writer()
-        self._on_progress()
+    def _commit(self, taken: Writes, before: list[bytes]) -> None:
+        jobs = taken.batch.jobs
+        assert [bytes(job.fetch()) for job in jobs] == before, "an arena block was written while it was being stored"
+        for job in jobs:
+            self._arena.end(job.handle, "write to disk")
+        self._worker.run(taken)
+        self.writing = None
+        self._start_batch()
 
-    def close(self, timeout_s: float) -> bool:
-        self.has_hung = self.stalled_s >= timeout_s
-        super().close(0.0)
-        while self._began or self._writing or self._pending.has_blocks:
-            self._is_batch_due_s = self.clock.now_s
-            self._start_batch()
-            self.clock.advance_to(self.clock.io.next_s)
+    def join(self, timeout_s: float) -> bool:
+        self.has_hung = self._worker.stalled_s >= timeout_s
+        self._start_batch()
+        while self._num_reading or self.writing:
+            self._clock.advance_to(self._clock.io.next_s)
         return True
 
 

@@ -29,7 +29,7 @@ from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, Steps
 from kvstore.store import assembly, history, housekeeping, progress, tiered
 from tests.simulation import checks
-from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
+from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, WatchedWorker, Weather
 from tests.simulation.parts import START_S, Arena, Book, Clock, Condition, Thread, WatchedCpu, WatchedPool
 from tests.simulation.people import People
 from tests.simulation.runner import Account, Runner
@@ -126,13 +126,12 @@ class Simulation:
         )
         self.directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
         parts = {
-            "Arena": self._make_arena, "CpuTier": self._make_cpu, "IoQueue": self._make_io,
+            "Arena": self._make_arena, "CpuTier": self._make_cpu, "TierWorker": self._make_io,
             "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
         time, threading = {"time": clock.module}, {"threading": threads}
         virtual = {
             assembly: parts, progress: time | threading, housekeeping: time | threading, history: time, tiered: time,
-            "kvstore.disk.io_queue": time,
             "kvstore.store.write_back": {"PAGE_BYTES": PAGE_BYTES, "MAX_QUEUED_BYTES": self.config.max_queued_bytes},
             "kvstore.policy.planner": {"ASSUMED_READ_RATE": self.book.block_bytes / 0.005, "LEAST_CHUNK_TOKENS": 16},
             "os": {"urandom": lambda count: b"s" * count},
@@ -157,9 +156,8 @@ class Simulation:
         opened = OpenDisk(disk, DiskIndex.build(disk.scan(), self.clock.module.time), [])
         return SimpleNamespace(directory=self.directory, join=lambda itemsize: opened, close=lambda: None)
 
-    def _make_io(self, disk, on_progress, batch_bytes) -> VirtualIo:
-        queue = VirtualIo(None, on_progress, 0, batch_bytes=batch_bytes)
-        return queue.watch(disk, self.clock, self.arena, self.config.read_s, self.rng)
+    def _make_io(self, name, disk, on_progress, limits) -> WatchedWorker:
+        return WatchedWorker(disk, on_progress, limits, self.clock, self.arena, self.config.read_s, self.rng)
 
     def _make_transfers(self, arena) -> Transfers:
         self.transfers = Transfers(
@@ -243,7 +241,7 @@ class Simulation:
         self.note(f"{'crash' if crash else 'restart'} with {len(self.scheduler.roster.requests)} requests")
         self.counts["crashes" if crash else "restarts"] += 1
         if crash:
-            if self.connector.parts.io._writing is not None and self.rng.random() < 0.5:
+            if self.connector.parts.io.threads.writing is not None and self.rng.random() < 0.5:
                 self.clock.advance(1.0)  # the transaction has just passed
         else:
             self.people.all_ended(self.scheduler.roster.requests)
@@ -251,7 +249,7 @@ class Simulation:
             self.scheduler.roster.reset("abort")
             self.connector.close()
             if (disk := self.store.disk) is None or disk.health.error is None:
-                is_over = self.store.is_idle or self.connector.parts.io.has_hung
+                is_over = self.store.is_idle or self.connector.parts.io.threads.has_hung
                 assert is_over, f"closed while something is in flight: {checks.in_flight(self)}"
                 assert disk is None or not disk.queue.dirty, "closed before all was written"
         self.people.all_ended(self.scheduler.roster.requests)

@@ -1,13 +1,13 @@
 """Chains of blocks whose bytes follow from their ids, so that a mix-up is seen."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.ids import child_block_id, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.disk.io_queue import Read
 from kvstore.remote.names import BlockNames, FleetSecret
-from kvstore.remote.shared import Put, Shared, SharedChain
+from kvstore.tiers.port import BlockTier, Chain, ReadJob, WriteBatch, WriteJob
 
 FINGERPRINT = bytes(range(32))
 SECRET = FleetSecret("a secret of the fleet, 32 characters or more")
@@ -23,17 +23,20 @@ def payload(block_id: bytes, size: int = SIZE) -> bytes:
 class Made:
     """A chain with its records."""
 
-    chain: SharedChain
+    chain: Chain
     records: tuple[BlockRecord, ...]
 
-    def puts(self, first: int = 0, end: int | None = None, size: int = SIZE) -> list[Put]:
-        return [
-            Put(i, one, lambda one=one: memoryview(payload(one.block_id, size)))
+    def jobs(self, first: int = 0, end: int | None = None, size: int = SIZE) -> tuple[WriteJob, ...]:
+        return tuple(
+            WriteJob(i, one, size, lambda one=one: memoryview(payload(one.block_id, size)), i)
             for i, one in list(enumerate(self.records))[first:end]
-        ]
+        )
 
-    def reads(self, first: int = 0, end: int | None = None, size: int = SIZE) -> list[Read]:
-        return [Read(i, one, memoryview(bytearray(size))) for i, one in list(enumerate(self.records))[first:end]]
+    def batch(self, first: int = 0, end: int | None = None, size: int = SIZE) -> WriteBatch:
+        return WriteBatch(self.jobs(first, end, size), chain=self.chain)
+
+    def reads(self, first: int = 0, end: int | None = None, size: int = SIZE) -> list[ReadJob]:
+        return [ReadJob(i, one, memoryview(bytearray(size))) for i, one in list(enumerate(self.records))[first:end]]
 
 
 def make_chain(length: int, seed: int = 0, fingerprint: bytes = FINGERPRINT, root: bytes | None = None) -> Made:
@@ -44,21 +47,26 @@ def make_chain(length: int, seed: int = 0, fingerprint: bytes = FINGERPRINT, roo
         tokens = token_bytes(range(seed + index, seed + index + 16))
         records.append(BlockRecord(child_block_id(parent, tokens), parent, tokens, fingerprint))
         parent = records[-1].block_id
-    return Made(SharedChain(root, tuple(record.block_id for record in records)), tuple(records))
+    return Made(Chain(root, tuple(record.block_id for record in records)), tuple(records))
 
 
-def are_right(reads: list[Read]) -> bool:
+def are_right(reads: list[ReadJob]) -> bool:
     return all(read.view == payload(read.record.block_id, read.view.nbytes) for read in reads)
 
 
 class Server:
-    """A session of a shared store. put, read: why blocks were not stored, and how reads ended, which are compared."""
+    """A session of a tier. put, read: why blocks were not stored, and how reads ended, which are compared."""
 
-    def __init__(self, shared: Shared, size: int = SIZE) -> None:
-        self.shared, self.session, self.size = shared, shared.session(), size
+    def __init__(self, tier: BlockTier, size: int = SIZE) -> None:
+        self.tier, self.session, self.size = tier, tier.session(), size
 
     def put(self, made: Made, first: int = 0, end: int | None = None) -> list[str | None]:
-        return [one.error for one in self.session.put(made.chain, made.puts(first, end, self.size))]
+        written = self.session.write(made.batch(first, end, self.size))
+        assert written.error is None
+        return [one.error for one in written.stored]
+
+    def delete(self, block_ids: Sequence[bytes]) -> None:
+        assert self.session.write(WriteBatch(deletes=tuple(block_ids))).error is None
 
     def count(self, made: Made) -> int:
         """How many blocks are there, from the first one on."""

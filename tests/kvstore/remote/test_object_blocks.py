@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.blocks.records import ReadResult
 from kvstore.remote.object_address import parse_object_url
-from kvstore.remote.shared import Put
+from kvstore.tiers.port import WriteBatch
 from tests.kvstore.remote.chains import NAMES, SIZE, Made, Server, make_chain
 from tests.support.buckets import Directory
 
@@ -39,7 +39,7 @@ def test_blocks_come_back_bit_by_bit_in_groups(bucket):
         assert set(second.read(made)) == {ReadResult.MISSING}, "it has not asked for this chain"
         assert second.count(made) == 200
         assert set(second.read(made)) == {ReadResult.OK}
-        value_bytes = first.shared.value_bytes
+        value_bytes = first.tier.value_bytes
     sizes = sorted(len(bucket.get(name)) for name in bucket.names())
     assert sizes == [8 * value_bytes, *[GROUP * value_bytes] * 3]
     assert 0.5e6 < GROUP * value_bytes < 8e6
@@ -59,7 +59,7 @@ def test_what_was_stored_turn_by_turn_is_found_by_its_chain_alone(bucket):
     ends = [5, 6, 12, 63, 64, 65, 70, 130, 191]
     for first, end in zip([0, *ends], ends, strict=False):
         with server_of(bucket) as server:
-            results = server.session.put(make_chain(end).chain, make_chain(end).puts())
+            results = server.session.write(make_chain(end).batch()).stored
             assert [one.num_bytes > 0 for one in results].count(True) == end - first, "the rest was there"
             assert not any(one.error for one in results)
     with server_of(bucket) as other:
@@ -73,7 +73,7 @@ def test_what_was_stored_turn_by_turn_is_found_by_its_chain_alone(bucket):
 def test_a_long_chain_is_asked_for_as_far_as_it_is_there(directory):
     made = make_chain(40 * GROUP)
     with server_of(directory, 64) as first, server_of(directory, 64) as second:
-        first.session.put(made.chain, made.puts(0, 30 * GROUP + 7, size=64))
+        first.session.write(made.batch(0, 30 * GROUP + 7, size=64))
         assert second.count(made) == 30 * GROUP + 7
         directory.delete(NAMES.of(made.chain.ids[20 * GROUP - 1]))
         assert second.count(made) == 19 * GROUP
@@ -95,7 +95,7 @@ def test_conversations_share_groups_as_far_as_they_are_one(bucket):
         first.put(one)
         assert second.count(two) == 70
         second.put(two)
-        first.session.delete(one.chain.ids[70:])
+        first.session.write(WriteBatch(deletes=tuple(one.chain.ids[70:])))
         assert (second.count(one), second.count(two)) == (70, 100)
         assert set(second.read(two)) == {ReadResult.OK}
 
@@ -105,7 +105,7 @@ def test_a_group_ends_where_another_conversation_may_go_on(bucket):
     made, ends = make_chain(100), (0, 70, 75)
     chain = replace(made.chain, ends=ends)
     with server_of(bucket) as first, server_of(bucket) as second:
-        first.session.put(chain, made.puts())
+        first.session.write(replace(made.batch(), chain=chain))
         for shared in (64, 70, 75, 100):
             assert second.count(make_chain(shared)) == shared
         assert second.count(make_chain(80)) == 75
@@ -115,10 +115,11 @@ def test_a_group_ends_where_another_conversation_may_go_on(bucket):
 
 def test_what_is_gone_when_it_is_fetched_is_not_reported_as_stored(bucket):
     made = make_chain(9)
-    puts = made.puts()
-    puts[4] = Put(4, made.records[4], lambda: None)
+    jobs = [replace(job, fetch=lambda: None) if job.index == 4 else job for job in made.jobs()]
     with server_of(bucket) as server, server_of(bucket) as other:
-        errors = {one.block_id: one.error for one in server.session.put(made.chain, puts)}
+        errors = {
+            one.block_id: one.error for one in server.session.write(WriteBatch(tuple(jobs), chain=made.chain)).stored
+        }
         assert [errors[one] for one in made.chain.ids] == [None] * 4 + ["gone before it was stored"] + [None] * 4
         assert other.session.ask(made.chain) == [False] * 5 + [True] * 4
         assert server.put(made) == [None] * 9
@@ -131,9 +132,9 @@ def test_deleted_blocks_are_gone_also_for_a_server_that_knows_nothing_but_their_
             first.put(make_chain(end))
         made, other = make_chain(90), make_chain(20, seed=9)
         first.put(other)
-        second.session.delete(made.chain.ids)
+        second.session.write(WriteBatch(deletes=tuple(made.chain.ids)))
         assert first.count(made) == 0
-        first.session.delete(other.chain.ids[7:8])
+        first.session.write(WriteBatch(deletes=tuple(other.chain.ids[7:8])))
         assert first.count(other) == 0, "a group goes as a whole"
     assert bucket.names() == []
 
@@ -158,7 +159,7 @@ def test_one_that_was_cut_off_between_two_blocks_heals_too(bucket):
     name = NAMES.of(made.chain.ids[-1])
     with server_of(bucket) as server, server_of(bucket) as other:
         server.put(made)
-        bucket.set(name, bucket.get(name)[: server.shared.value_bytes])
+        bucket.set(name, bucket.get(name)[: server.tier.value_bytes])
         assert other.session.ask(made.chain) == [False, False, True], "its size says so"
         assert other.read(made) == [ReadResult.MISSING, ReadResult.MISSING, ReadResult.MISMATCH]
         assert other.put(made) == [None] * 3
@@ -173,7 +174,7 @@ def test_a_place_that_is_out_of_date_is_a_miss_and_harms_no_group(bucket, ends):
         for begin, end in zip((0, *ends), ends, strict=False):
             first.put(made, begin, end)
         assert second.count(made) == 6
-        first.session.delete(made.chain.ids)
+        first.session.write(WriteBatch(deletes=tuple(made.chain.ids)))
         for begin, end in ((0, 6),) if len(ends) > 1 else ((0, 3), (3, 6)):
             first.put(made, begin, end)
         names = bucket.names()
@@ -187,9 +188,9 @@ def test_a_place_that_is_out_of_date_is_a_miss_and_harms_no_group(bucket, ends):
 def test_no_object_says_whose_it_is(bucket):
     made = make_chain(3)
     labelled = [msgspec.structs.replace(record, tenant="Ann's company", model="m" * 99) for record in made.records]
-    puts = [Put(put.index, record, put.fetch) for put, record in zip(made.puts(), labelled, strict=True)]
+    jobs = [replace(job, record=record) for job, record in zip(made.jobs(), labelled, strict=True)]
     with server_of(bucket) as server:
-        server.session.put(made.chain, puts)
+        server.session.write(WriteBatch(tuple(jobs), chain=made.chain))
         assert set(server.read(made)) == {ReadResult.OK}
     assert not any(b"Ann" in bucket.get(name) or b"mmm" in bucket.get(name) for name in bucket.names())
 
@@ -220,4 +221,4 @@ def test_a_chain_lives_as_long_as_its_youngest_end(directory):
 
 def test_the_text_of_a_store_is_its_address(directory):
     with server_of(directory) as server:
-        assert str(server.shared) == directory.url
+        assert str(server.tier) == directory.url

@@ -128,7 +128,7 @@ def test_after_a_failure_nobody_asks_until_a_probe_has_succeeded(other, asked, s
     assert ask(asked) and answer(asked) == [PrefillDone(b"one", 0)]
     assert not ask(asked) and failures(asked)["down"] == 1 and asked.as_dict()["degraded"]
     other.is_up = True
-    wait_until(lambda: not asked.breaker.is_open, "a probe succeeds")
+    wait_until(lambda: not asked.health.error, "a probe succeeds")
     assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
 
 
@@ -152,12 +152,12 @@ def test_closing_waits_for_nothing_that_is_computed(other, asked):
     assert all(ask(asked, bytes([i])) for i in range(40))  # some wait for a lane
     wait_until(lambda: len(other.said) == 16)
     asked.close(TIMEOUT_S)
-    assert len(other.said) == 16 and not any(map(len, asked._lanes))
+    assert len(other.said) == 16 and not any(map(len, asked._threads))
 
 
 def test_a_server_that_is_not_there_is_found_at_the_start():
     address = PrefillAddress("127.0.0.1", 1)
     server = PrefillServer(address, KEY, FINGERPRINT, lambda: None)
-    wait_until(lambda: server.breaker.is_open, "the first probe")
+    wait_until(lambda: server.health.error, "the first probe")
     assert "refused" in str(server.as_dict()["degraded"]) and not ask(server)
     server.close(TIMEOUT_S)

@@ -9,7 +9,7 @@ from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.names import BlockNames
 from kvstore.remote.redis_blocks import RedisBlocks
-from kvstore.remote.shared import PutResult, Session
+from kvstore.tiers.port import Stored, TierSession
 from tests.kvstore.remote.chains import NAMES, are_right, make_chain
 from tests.support.redis_server import RedisServer, no_answer_after
 from tests.support.tcp_proxy import Faults, Proxy
@@ -17,12 +17,12 @@ from tests.support.tcp_proxy import Faults, Proxy
 TTL_S = 1000.0
 
 
-def session_at(port: int, names: BlockNames = NAMES) -> Session:
+def session_at(port: int, names: BlockNames = NAMES) -> TierSession:
     return RedisBlocks(RedisAddress("127.0.0.1", port), names, TTL_S).session()
 
 
 @pytest.fixture
-def session(redis) -> Iterator[Session]:
+def session(redis) -> Iterator[TierSession]:
     found = session_at(redis.port)
     yield found
     found.close()
@@ -30,7 +30,7 @@ def session(redis) -> Iterator[Session]:
 
 def test_large_blocks_in_several_pipelines(session):
     made = make_chain(5)
-    session.put(made.chain, made.puts(size=2 << 20))
+    session.write(made.batch(size=2 << 20))
     reads = made.reads(size=2 << 20)
     assert set(session.read(reads)) == {ReadResult.OK}
     assert are_right(reads)
@@ -39,7 +39,7 @@ def test_large_blocks_in_several_pipelines(session):
 def test_tails_end_before_their_heads_whatever_was_asked_last(redis, session):
     made, other = make_chain(300), make_chain(200)
     assert other.chain.ids == made.chain.ids[:200], "a shorter prompt of the same history"
-    session.put(made.chain, made.puts(size=64))
+    session.write(made.batch(size=64))
 
     def lifetimes() -> list[int]:
         return [redis.ask("PEXPIRETIME", NAMES.of(one)) for one in made.chain.ids]
@@ -53,7 +53,7 @@ def test_tails_end_before_their_heads_whatever_was_asked_last(redis, session):
 
 def test_what_is_no_value_costs_no_other_block(redis, session):
     made = make_chain(2)
-    session.put(made.chain, made.puts())
+    session.write(made.batch())
     redis.ask("DEL", NAMES.of(made.chain.ids[0]))
     redis.ask("LPUSH", NAMES.of(made.chain.ids[0]), "a list")
     assert session.read(made.reads()) == [ReadResult.FAILED, ReadResult.OK]
@@ -62,11 +62,11 @@ def test_what_is_no_value_costs_no_other_block(redis, session):
 def test_a_full_server_refuses_by_key_and_nothing_is_reported_that_is_not_there(tmp_path):
     with RedisServer(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
         session, made = session_at(server.port), make_chain(400)
-        results = session.put(made.chain, made.puts())
+        results = session.write(made.batch()).stored
         stored = [result.error is None for result in results]
         assert {result.error for result in results} == {None, "OOM"}
         assert session.ask(made.chain) == stored
-        assert results[0] == PutResult(made.chain.ids[0], None, results[0].num_bytes)
+        assert results[0] == Stored(made.chain.ids[0], None, results[0].num_bytes)
         session.close()
 
 
@@ -76,7 +76,7 @@ def test_a_full_server_gives_up_tails_first(tmp_path):
         session = session_at(server.port)
         for seed in range(6):
             made = make_chain(100, seed)
-            session.put(made.chain, made.puts())
+            session.write(made.batch())
         found = [pair for seed in range(6) for pair in enumerate(session.ask(make_chain(100, seed).chain))]
         kept, lost = ([index for index, there in found if there is wanted] for wanted in (True, False))
         assert lost
@@ -87,7 +87,7 @@ def test_a_full_server_gives_up_tails_first(tmp_path):
 @pytest.mark.parametrize("flipped", [2, 100, 3000, 20_000])
 def test_what_a_network_flips_is_not_served(redis, session, flipped):
     made = make_chain(4)
-    session.put(made.chain, made.puts())
+    session.write(made.batch())
     with Proxy(redis.port) as proxy:
         proxy.faults = Faults(flipped_at=flipped)
         through, reads = session_at(proxy.port), made.reads()

@@ -6,7 +6,6 @@ import pytest
 
 from kvstore.blocks.keys import Namespace
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
 from kvstore.policy.planner import Planner
@@ -14,6 +13,7 @@ from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.host_blocks import HostBlocks
 from kvstore.store.progress import Fence
+from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.support.store.host import chain, payload
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -26,7 +26,7 @@ def names_and_store(tmp_path):
     steering = Steering("return", time.time, {"disk": 100})
     opening = OpeningDisk(directory, 8 << 20)
     disk = opening.join()
-    io = IoQueue(disk.tier, lambda: None, batch_wait_s=3600.0)
+    io = TierWorker("disk", disk.tier, lambda: None, WorkerLimits(gather_s=3600.0))
     yield names, HostBlocks(disk, io, steering, Planner(1, 1), StoreStats(), time.time, {names.root})
     assert io.close(TIMEOUT_S)
     opening.close()

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kvstore.blocks.ids import Lineage
-from kvstore.disk.io_queue import AS_HINT, AT_ONCE, rank_of_request
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Lookup, Match
+from kvstore.tiers.port import AS_HINT, AT_ONCE, rank_of_request
 from tests.support.store.prefetch_bench import ROOT, SIZE, Bench
 
 

@@ -6,30 +6,24 @@ import pytest
 
 from kvstore.blocks.records import ReadResult
 from kvstore.memory.tier import ArenaBlockState
-from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteTier
 from kvstore.store import remote
+from kvstore.store.contents import KNOWN_S, MOST_KNOWN, BelievedContents, Deletions
 from kvstore.store.control_plane import choose
-from kvstore.store.remote import (
-    KNOWN_S,
-    MOST_DELETES,
-    MOST_KNOWN,
-    RemoteBlocks,
-    RemoteContents,
-    RemoteDeletes,
-    RemoteSource,
-)
+from kvstore.store.remote import Questions, RemoteBlocks, RemoteSource
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
 from kvstore.store.requests import Prefetcher, Requests
-from kvstore.store.stored import DiskReads, Identity, StoredBlocks
+from kvstore.store.stored import Identity, StoredBlocks, TierReads
+from kvstore.tiers.work import Asked, WriteDone
+from kvstore.tiers.worker import TierWorker
 from tests.support.faults import constants
-from tests.support.store.memory_shared import MemoryShared, ended
+from tests.support.store.memory_shared import MemoryShared, ended, worker_of
 from tests.support.store.prefetch_bench import SIZE, Bench
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 PAYLOAD = b"12345678"
 
 
-def end(tier: RemoteTier, shared: MemoryShared) -> None:
+def end(tier: TierWorker, shared: MemoryShared) -> None:
     shared.may_answer.set()
     assert tier.close(TIMEOUT_S)
 
@@ -40,21 +34,22 @@ class RemoteBench(Bench):
     def __init__(self) -> None:
         super().__init__(16)
         self.shared, self.now_s = MemoryShared(), 0.0
-        self.tier = RemoteTier(self.shared, lambda: None)
+        self.tier = worker_of(self.shared)
         self.arena = [memoryview(bytearray(8)) for _ in range(16)]
-        self.reads = DiskReads(self.cpu, self.io, self.arena.__getitem__, self.stats)
-        self.reads.remote = self.tier.reads
-        source = RemoteSource(self.tier, self.reads, None, self.arena.__getitem__, lambda: self.now_s)
-        self.remote = RemoteBlocks(source, self.cpu, None, self.stats)
+        self.reads = TierReads(self.cpu, [self.tier], self.arena.__getitem__, self.stats)
+        source = RemoteSource(self.tier, None, self.arena.__getitem__, lambda: self.now_s)
+        contents = BelievedContents(self.tier, lambda: self.now_s)
         identity = Identity(b"f" * 32, "model", SIZE)
-        self.stored = StoredBlocks(
-            self.cpu, None, self.reads, identity, self.stats, lambda: 0.0, self.remote.is_known
-        )  # fmt: skip
-        self.requests = Requests(self.cpu, self.stored, self.reads, self.stats, self.remote.is_asking)
+        self.stored = StoredBlocks(self.cpu, None, self.reads, identity, self.stats, lambda: 0.0, contents)
+        self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
         self.prefetcher = Prefetcher(
             self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000, lambda one: None
         )
-        self.remote.connect(self.stored, self.planner, self.requests, self.prefetcher)
+        self.remote = RemoteBlocks(
+            source, contents, self.cpu, None, self.stored, self.reads, self.planner, self.requests, self.prefetcher,
+            self.stats,
+        )  # fmt: skip
+        self.requests.is_asking = self.remote.is_asking
 
     def come(self, num_blocks: int, num_there: int):
         request = self.request(num_blocks, stored=False)
@@ -90,7 +85,7 @@ def test_what_is_there_is_read_for_whoever_asked(bench):
     bench.until(lambda: bench.stats.remote_read == 4)
     assert bench.states(request) == [ArenaBlockState.READY] * 4 + [None] * 2
     assert all(bench.arena[bench.cpu.arena_block_of(one)] == PAYLOAD for one in request.chain[:4])
-    assert not bench.remote.is_asking(request, is_next=True) and not bench.remote.reads
+    assert not bench.remote.is_asking(request, is_next=True) and not bench.reads
     assert bench.remote.as_dict()["known_blocks"] == 4
     bench.remove(request)
 
@@ -101,9 +96,9 @@ def test_what_is_gone_meanwhile_is_counted_and_not_known_any_more(bench):
         bench.remote.contents.learn(one)
     bench.shared.blocks = dict.fromkeys(request.chain[:1], PAYLOAD)
     bench.arrive(request)
-    bench.until(lambda: bench.stats.remote_read_failures.get("missing", 0) > 0 and not bench.remote.reads)
+    bench.until(lambda: bench.stats.remote_read_failures.get("missing", 0) > 0 and not bench.reads)
     assert bench.states(request)[1:] == [None, None]
-    assert not bench.remote.is_known(request.chain[1])
+    assert not bench.remote.contents.contains(request.chain[1])
     bench.remove(request)
 
 
@@ -112,7 +107,7 @@ def test_deleted_blocks_are_not_read_again_and_go_from_there(bench):
     bench.until(lambda: bench.stats.remote_read == 3)
     bench.remove(request)
     bench.remote.forget(request.chain[1:])
-    assert [bench.remote.is_known(one) for one in request.chain] == [True, False, False]
+    assert [bench.remote.contents.contains(one) for one in request.chain] == [True, False, False]
     assert not bench.remote.is_idle
     bench.until(lambda: bench.remote.is_idle)
     assert set(bench.shared.blocks) == {request.chain[0]}
@@ -128,19 +123,23 @@ def answer_s():
         yield
 
 
-class Contents(RemoteContents):
-    """With a clock of its own, and who was answered."""
+class Contents(BelievedContents):
+    """With a clock of its own, questions, and who was answered."""
 
     def __init__(self, always: bool = False) -> None:
         self.now_s, self.told = 0.0, []
         self.shared = MemoryShared()
-        self.tier = RemoteTier(self.shared, lambda: None)
+        self.tier = worker_of(self.shared)
         self.bench = Bench(8)
-        super().__init__(self.tier, lambda: self.now_s, self.told.append, always)
+        super().__init__(self.tier, lambda: self.now_s)
+        self.questions = Questions(self.tier, lambda: self.now_s, always)
+        self.ask, self.is_asking = self.questions.ask, self.questions.is_asking
 
     def hear(self) -> None:
         (asked,) = ended(self.tier, Asked)
-        self.asked(asked)
+        self.answered(asked)
+        if (request := self.questions.answered(asked)) is not None:
+            self.told.append(request)
 
 
 @pytest.fixture
@@ -182,14 +181,14 @@ def test_nobody_waits_where_another_has_waited_in_vain(contents):
     first, second = contents.bench.request(1, stored=False), contents.bench.request(2, stored=False)
     contents.shared.may_answer.clear()
     contents.ask(first)
-    wait_until(lambda: contents.tier.asks.running_s > 0.1)
+    wait_until(lambda: contents.tier.asking_s > 0.1)
     with constants(remote, ANSWER_S=0.1):
         contents.ask(second)
     assert contents.is_asking(second, is_next=False), "while it is in the queue, it may hear a late answer"
     assert contents.is_asking(first) and not contents.is_asking(second)
     contents.shared.may_answer.set()
     assert len(ended(contents.tier, Asked, 2)) == 2
-    wait_until(lambda: contents.tier.asks.running_s == 0.0)
+    wait_until(lambda: contents.tier.asking_s == 0.0)
     contents.shared.may_answer.clear()
     contents.ask(first)
     assert contents.is_asking(first), "it answers again"
@@ -232,7 +231,7 @@ def test_what_was_heard_long_ago_or_is_behind_an_open_breaker_is_not_believed(co
     contents.ask(request)
     assert not contents.is_asking(request)
     contents.shared.fails = None
-    wait_until(lambda: not contents.tier.breaker.is_open)
+    wait_until(lambda: not contents.tier.is_away)
     assert contents.contains(request.chain[0])
 
 
@@ -275,55 +274,64 @@ def shared():
 
 @pytest.fixture
 def tier(shared):
-    tier = RemoteTier(shared, lambda: None)
+    tier = worker_of(shared)
     yield tier
     end(tier, shared)
 
 
+def given_up(tier: TierWorker, ids: list[bytes]) -> Deletions:
+    deletes = Deletions(tier, most=len(IDS))
+    for one in ids:
+        deletes.add(one, 10)
+    return deletes
+
+
+def hear(deletes: Deletions, tier: TierWorker) -> None:
+    (done,) = ended(tier, WriteDone)
+    deletes.ended(done.batch.deletes, done.error)
+
+
 def test_what_is_confirmed_is_gone(shared, tier):
     shared.blocks = dict.fromkeys(IDS, b"")
-    deletes = RemoteDeletes(tier)
-    deletes.add(IDS[:3])
-    assert deletes.in_flight() and IDS[0] in deletes and IDS[3] not in deletes
+    deletes = given_up(tier, IDS[:3])
+    assert deletes.num_bytes == 30 and IDS[0] in deletes and IDS[3] not in deletes
     shared.may_answer.clear()
-    deletes.pump()
-    deletes.add(IDS[3:4])
+    assert deletes.pump() and not deletes.pump()
+    deletes.add(IDS[3])
     assert deletes.has_some({IDS[0]}) and deletes.has_some({IDS[3]}) and not deletes.has_some({IDS[4]})
+    assert deletes.have_failed(IDS) and not deletes.have_failed(IDS[:3])
     shared.may_answer.set()
-    deletes.done(*ended(tier, DeleteDone))
+    hear(deletes, tier)
     assert not deletes.has_some(set(IDS[:3])) and deletes.has_some(set(IDS))
     deletes.pump()
-    deletes.done(*ended(tier, DeleteDone))
+    hear(deletes, tier)
     assert not deletes.in_flight() and set(shared.blocks) == {IDS[4]}
 
 
 def test_what_fails_is_tried_again_when_it_answers(shared, tier):
     shared.blocks = dict.fromkeys(IDS, b"")
     shared.fails = "away"
-    deletes = RemoteDeletes(tier)
-    deletes.add(IDS)
+    deletes = given_up(tier, IDS)
     deletes.pump()
-    deletes.done(*ended(tier, DeleteDone))
+    hear(deletes, tier)
     assert deletes.has_some({IDS[0]}), "it is not forgotten"
     assert not deletes.in_flight(), "but nothing can be done about it now"
-    deletes.pump()
-    assert tier.completed() == []
+    assert not deletes.pump()
     shared.fails = None
-    wait_until(lambda: not tier.breaker.is_open)
+    wait_until(lambda: not tier.is_away)
     assert deletes.in_flight()
+    deletes.drop(IDS[0])
     deletes.pump()
-    deletes.done(*ended(tier, DeleteDone))
-    assert not deletes.in_flight() and not shared.blocks and not deletes.has_some(set(IDS))
+    hear(deletes, tier)
+    assert not deletes.in_flight() and list(shared.blocks) == IDS[:1], "it was written again meanwhile"
 
 
 def test_what_waits_is_bounded_and_the_oldest_is_left_to_its_time_to_live(shared, tier):
     shared.fails = "away"
-    deletes = RemoteDeletes(tier)
-    deletes.add(IDS[:1])
-    deletes.add(number.to_bytes(32, "big") for number in range(1, MOST_DELETES))
-    assert IDS[0] in deletes
-    deletes.add(IDS[1:2])
-    assert IDS[0] not in deletes and IDS[1] in deletes
+    deletes = given_up(tier, IDS)
+    assert len(deletes) == len(IDS)
+    deletes.add(b"x" * 32)
+    assert IDS[0] not in deletes and IDS[1] in deletes and b"x" * 32 in deletes
 
 
 # -- stores ----------------------------------------------------------------------------------------------------------
@@ -336,7 +344,7 @@ class Stores(RemoteStores):
     def __init__(self, has_disk: bool = True, block_bytes: int = 8) -> None:
         self.now_s, self.broken = 0.0, set[bytes]()
         self.shared = MemoryShared()
-        self.tier = RemoteTier(self.shared, lambda: None)
+        self.tier = worker_of(self.shared)
         self.bench = Bench(NUM_ARENA_BLOCKS)
         view = lambda arena_block: memoryview(bytes([arena_block]) * block_bytes)  # noqa: E731
         super().__init__(
@@ -358,8 +366,8 @@ class Stores(RemoteStores):
         stored = []
         self.pump()
         while self._batches:
-            for done in ended(self.tier, PutsDone):
-                stored += self.put_done(done)
+            for done in ended(self.tier, WriteDone):
+                stored += self.ended(done)
             self.pump()
         return stored
 

@@ -122,10 +122,10 @@ def test_forget_names_what_went_and_waits_for_nothing_else(engine):
     settle(engine)
     chain = chain_of(engine, tokens(9, 100))
     with engine.connector.parts.lock:
-        engine.connector.parts.store.disk.contents.removing[b"?" * 32] = 0  # of an eviction that does not end
+        engine.connector.parts.store.disk.contents.removing._sizes[b"?" * 32] = 0  # of an eviction that does not end
     assert engine.connector.upkeep.forget(chain[2:3], timeout_s=TIMEOUT_S) == (frozenset(chain[2:]), True)
     with engine.connector.parts.lock:
-        del engine.connector.parts.store.disk.contents.removing[b"?" * 32]
+        engine.connector.parts.store.disk.contents.removing.drop(b"?" * 32)
     assert on_disk(engine) == set(chain[:2])
     assert NullConnector().upkeep.forget(chain) == (frozenset(chain), True)
 

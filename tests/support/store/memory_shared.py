@@ -4,19 +4,19 @@ import threading
 from collections.abc import Sequence
 
 from kvstore.blocks.records import ReadResult
-from kvstore.disk.io_queue import Read
 from kvstore.errors import RemoteError
-from kvstore.remote.shared import Put, PutResult, SharedChain
-from kvstore.remote.tier import RemoteDone, RemoteTier
+from kvstore.tiers.port import Chain, Keeps, ReadJob, Stored, WriteBatch, Written
+from kvstore.tiers.work import Done
+from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.support.waiting import wait_until
 
 
 class MemoryShared:
-    """fails: what every question raises. may_answer: while it is not set, nothing is answered. batches: of each put,
-    which blocks of their chain came.
+    """fails: what every question raises. may_answer: while it is not set, nothing is answered. batches: of each batch
+    of writes, which blocks of their chain came.
     """
 
-    most_read_bytes = 4 << 20
+    keeps, most_read_bytes = Keeps.BELIEVED, 4 << 20
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
@@ -36,43 +36,45 @@ class MemoryShared:
         if self.fails is not None:
             raise RemoteError(self.fails)
 
-    def ask(self, chain: SharedChain) -> list[bool]:
+    def ask(self, chain: Chain) -> list[bool]:
         self.ping()
         return [one in self.blocks for one in chain.ids]
 
-    def read(self, reads: Sequence[Read]) -> list[ReadResult]:
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
         self.ping()
         results = []
-        for read in reads:
-            found = self.blocks.get(read.record.block_id)
+        for job in jobs:
+            found = self.blocks.get(job.record.block_id)
             if found is not None:
-                read.view[:] = found
+                job.view[:] = found
             results.append(ReadResult.MISSING if found is None else ReadResult.OK)
         return results
 
-    def put(self, chain: SharedChain, puts: Sequence[Put]) -> list[PutResult]:
+    def write(self, batch: WriteBatch) -> Written:
         self.ping()
-        self.batches.append([put.index for put in puts])
-        results = []
-        for put in puts:
-            payload = put.fetch()
+        if batch.jobs:
+            self.batches.append([job.index for job in batch.jobs])
+        stored = []
+        for job in batch.jobs:
+            payload = job.fetch()
             if payload is not None:
-                self.blocks[put.record.block_id] = bytes(payload)
-            results.append(PutResult(put.record.block_id, "gone" if payload is None else None, 1))
-        return results
-
-    def delete(self, block_ids: Sequence[bytes]) -> None:
-        self.ping()
-        for one in block_ids:
+                self.blocks[job.record.block_id] = bytes(payload)
+            stored.append(Stored(job.record.block_id, "gone" if payload is None else None, 1))
+        for one in batch.deletes:
             self.blocks.pop(one, None)
+        return Written(stored)
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-def ended(tier: RemoteTier, kind: type, count: int = 1) -> list[RemoteDone]:
+def worker_of(shared: MemoryShared) -> TierWorker:
+    return TierWorker("remote", shared, lambda: None, WorkerLimits(gather_s=0.0))
+
+
+def ended(tier: TierWorker, kind: type, count: int = 1) -> list[Done]:
     """What has ended, when so much has."""
-    found: list[RemoteDone] = []
+    found: list[Done] = []
 
     def have_come() -> bool:
         found.extend(tier.completed())

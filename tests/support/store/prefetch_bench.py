@@ -2,7 +2,6 @@
 
 from kvstore.blocks.ids import Lineage, extend_chain, token_bytes
 from kvstore.blocks.records import ReadResult
-from kvstore.disk.io_queue import Read, ReadDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.planner import Planner
@@ -11,7 +10,9 @@ from kvstore.stats import StoreStats
 from kvstore.store.control_plane import Matcher, choose
 from kvstore.store.requests import Prefetcher, Requests, Tracked
 from kvstore.store.seam import Match
-from kvstore.store.stored import DiskReads, Identity, StoredBlocks
+from kvstore.store.stored import Identity, StoredBlocks, TierReads
+from kvstore.tiers.port import ReadJob
+from kvstore.tiers.work import ReadDone
 
 ROOT, SIZE = b"r" * 32, 4
 
@@ -19,19 +20,21 @@ ROOT, SIZE = b"r" * 32, 4
 class FakeIo:
     """Reads stay queued until the test begins and ends them."""
 
+    name, is_believed = "disk", False
+
     def __init__(self) -> None:
         self.queued: dict[int, tuple] = {}
         self.stalled_s = 0.0
 
     def submit_read(self, read, rank):
-        self.queued[read.arena_block] = rank
+        self.queued[read.handle] = rank
 
-    def rank_read(self, arena_block, rank):
+    def change_rank(self, arena_block, rank):
         if arena_block in self.queued:
             del self.queued[arena_block]
             self.queued[arena_block] = rank
 
-    def cancel_read(self, arena_block):
+    def cancel(self, arena_block):
         return self.queued.pop(arena_block, None) is not None
 
 
@@ -62,7 +65,7 @@ class Bench:
         steering = Steering("lru", lambda: 0.0, {"cpu": num_arena_blocks})
         self.cpu = CpuTier(num_arena_blocks, erase, order=steering.order("cpu"), clock=lambda: 0.0)
         self.disk = FakeDisk()
-        self.reads = DiskReads(self.cpu, self.io, lambda arena_block: memoryview(b""), self.stats)
+        self.reads = TierReads(self.cpu, [self.io], lambda arena_block: memoryview(b""), self.stats)
         identity = Identity(b"f" * 32, "model", SIZE)
         self.stored = StoredBlocks(self.cpu, self.disk, self.reads, identity, self.stats, lambda: 0.0)
         self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
@@ -132,7 +135,7 @@ class Bench:
         if succeeded:
             self.reads.publish(arena_block)
         else:
-            done = ReadDone(Read(arena_block, record, memoryview(b"")), ReadResult.FAILED, 0.0)
+            done = ReadDone(ReadJob(arena_block, record, memoryview(b"")), ReadResult.FAILED, 0.0)
             self.reads.fail(done, self.stats.read_failures)
         self.cpu.release(arena_block)
         self.prefetcher.landed()

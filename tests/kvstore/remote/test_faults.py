@@ -1,17 +1,17 @@
-"""Tests of kvstore.remote.tier, with a Redis and an S3 server to which everything happens that does."""
+"""The worker of a believed tier, with a Redis and an S3 server to which everything happens that does."""
 
 import threading
 
 import pytest
 
 from kvstore.blocks.records import ReadResult
-from kvstore.disk.io_queue import ReadDone
-from kvstore.remote import tier as remote_tier
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.object_address import parse_object_url
 from kvstore.remote.redis_blocks import RedisBlocks
-from kvstore.remote.shared import Shared
-from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteTier
+from kvstore.tiers import worker
+from kvstore.tiers.port import BlockTier
+from kvstore.tiers.work import Asked, ReadDone, WriteDone
+from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.kvstore.remote.chains import NAMES, SIZE, are_right, make_chain
 from tests.support.buckets import Directory, s3_server
 from tests.support.faults import constants
@@ -29,13 +29,13 @@ class Store:
         """at: port of a Redis, or URL of objects. ask_s: deadline of questions about objects."""
         self.woken = threading.Event()
         if isinstance(at, int):
-            shared: Shared = RedisBlocks(RedisAddress("127.0.0.1", at, **more), NAMES, 1000.0)  # type: ignore[arg-type]
+            tier: BlockTier = RedisBlocks(RedisAddress("127.0.0.1", at, **more), NAMES, 1000.0)  # type: ignore[arg-type]
         else:
             from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
 
             deadlines = Deadlines(ask_s, 120.0)
-            shared = ObjectBlocks(parse_object_url(at), NAMES, 1000.0, 16, SIZE, deadlines=deadlines)
-        self.tier = RemoteTier(shared, self.woken.set)
+            tier = ObjectBlocks(parse_object_url(at), NAMES, 1000.0, 16, SIZE, deadlines=deadlines)
+        self.tier = TierWorker("remote", tier, self.woken.set, WorkerLimits(gather_s=0.0))
         self.done: list[object] = []
 
     def wait(self, kind: type, num: int = 1) -> list:
@@ -58,16 +58,21 @@ class Store:
         return asked.there
 
     def put(self, made=LONG) -> list[str | None]:
-        assert self.tier.put(8, made.chain, made.puts())
-        (done,) = self.wait(PutsDone)
-        return [result.error for result in done.results]
+        assert not self.tier.is_refusing
+        self.tier.submit_writes(made.jobs(), made.chain)
+        (done,) = self.wait(WriteDone)
+        return [done.error] * len(made.chain.ids) if done.error is not None else [one.error for one in done.stored]
+
+    def delete(self, made=LONG) -> str | None:
+        self.tier.submit_deletes(made.chain.ids)
+        return self.wait(WriteDone)[0].error
 
     def read(self, made=LONG) -> set[ReadResult]:
         reads = made.reads()
         for read in reads:
-            self.tier.reads.submit(read)
+            self.tier.submit_read(read)
         done = self.wait(ReadDone, len(reads))
-        assert are_right([one.read for one in done if one.result is ReadResult.OK])
+        assert are_right([one.job for one in done if one.result is ReadResult.OK])
         return {one.result for one in done}
 
     def __enter__(self) -> "Store":
@@ -83,8 +88,7 @@ def test_what_was_put_is_asked_for_and_read(redis):
         assert store.put() == [None] * 100
         assert store.ask() == [True] * 100
         assert store.read() == {ReadResult.OK}
-        assert store.tier.delete(LONG.chain.ids)
-        assert store.wait(DeleteDone)[0].error is None
+        assert store.delete() is None
         assert store.read() == {ReadResult.MISSING}
         assert store.woken.is_set()
         assert store.tier.is_idle
@@ -101,10 +105,10 @@ def test_a_dead_server_ends_everything_at_once_until_it_is_back(own_redis):
         assert store.read() == {ReadResult.FAILED}
         assert "refused" in store.tier.as_dict()["degraded"] or "closed" in store.tier.as_dict()["degraded"]
         assert not store.tier.ask(1, LONG.chain), "nobody waits for it any more"
-        assert not store.tier.put(1, LONG.chain, LONG.puts())
-        assert not store.tier.delete(LONG.chain.ids)
+        assert "refused" in store.delete() or "closed" in store.delete()
+        assert store.tier.is_refusing
         own_redis.start()
-        wait_until(lambda: not store.tier.breaker.is_open)
+        wait_until(lambda: not store.tier.is_away)
         assert store.ask() == [False] * 100, "it was empty"
         assert store.put() == [None] * 100
         assert store.read() == {ReadResult.OK}
@@ -117,32 +121,32 @@ def test_a_stopped_server_costs_a_deadline_once(own_redis):
         with no_answer_after(1.0):
             assert store.ask() is None
             assert store.read() == {ReadResult.FAILED}
-            assert store.tier.breaker.num_opened == 1
-            assert store.tier.breaker.error.endswith("no answer in time")
+            assert store.tier.health.num_failures == 1
+            assert store.tier.health.error.endswith("no answer in time")
         own_redis.resume()
-        wait_until(lambda: not store.tier.breaker.is_open)
+        wait_until(lambda: not store.tier.is_away)
         assert store.read() == {ReadResult.OK}
 
 
 def test_a_put_into_a_dying_server_is_not_reported_as_stored(own_redis):
     with Store(own_redis.port) as store:
         own_redis.pause()
-        assert store.tier.put(8, LONG.chain, LONG.puts())
+        store.tier.submit_writes(LONG.jobs(), LONG.chain)
         own_redis.kill()
-        (done,) = store.wait(PutsDone)
-        assert all(result.error is not None for result in done.results)
+        (done,) = store.wait(WriteDone)
+        assert done.error is not None and not done.stored
         assert store.tier.as_dict()["failures"]["put"] == 1
 
 
 def test_a_full_server_is_left_alone_for_a_while(tmp_path):
     server = RedisServer(tmp_path, "--maxmemory", "1500kb")
-    with server, constants(remote_tier, FULL_S=3600.0), Store(server.port) as store:
+    with server, constants(worker, FULL_S=3600.0), Store(server.port) as store:
         errors = store.put()
         assert errors[-1] == "OOM"
         assert store.tier.as_dict()["full"]
-        assert not store.tier.put(9, LONG.chain, LONG.puts())
+        assert store.tier.is_refusing
         assert store.ask() == [error is None for error in errors]
-        assert not store.tier.breaker.is_open, "it is still read from"
+        assert not store.tier.is_away, "it is still read from"
 
 
 def test_a_wrong_password_is_said_and_never_shown(tmp_path):
@@ -165,7 +169,7 @@ def test_a_bad_network_serves_no_wrong_block(redis, faults):
             assert store.read() != {ReadResult.OK}
         proxy.faults = Faults()
         proxy.cut()
-        wait_until(lambda: not store.tier.breaker.is_open)
+        wait_until(lambda: not store.tier.is_away)
         assert direct.put() == [None] * 100  # what was taken for damaged is gone
         wait_until(lambda: store.read() == {ReadResult.OK})
 
@@ -185,7 +189,7 @@ def test_closing_does_not_wait_for_a_stopped_server_for_ever(own_redis):
     with no_answer_after(2.0):
         assert store.tier.ask(1, LONG.chain)
         for read in LONG.reads():
-            store.tier.reads.submit(read)
+            store.tier.submit_read(read)
         assert store.tier.close(TIMEOUT_S)
 
 
@@ -200,17 +204,16 @@ def test_an_object_store_that_dies_and_comes_back_without_its_bucket(monkeypatch
         assert store.read() == {ReadResult.FAILED}
         assert store.tier.as_dict()["degraded"].startswith(server.url)
         server.start()
-        wait_until(lambda: not store.tier.breaker.is_open)
+        wait_until(lambda: not store.tier.is_away)
         assert store.ask() == [False] * 100, "it was empty"
         assert store.put() == [None] * 100
         server.delete_bucket()
         assert set(store.put()) != {None}
         assert "404" in store.tier.as_dict()["degraded"], "that nothing is there would be no error"
         server.make_bucket()
-        wait_until(lambda: not store.tier.breaker.is_open)
+        wait_until(lambda: not store.tier.is_away)
         assert store.put() == [None] * 100
-        assert store.tier.delete(LONG.chain.ids)
-        assert store.wait(DeleteDone)[0].error is None
+        assert store.delete() is None
         assert server.names() == []
 
 
@@ -222,6 +225,6 @@ def test_a_directory_that_goes_and_comes_back(tmp_path):
         assert store.ask() is None
         assert store.tier.as_dict()["degraded"] == f"{bucket.url}: its directory is gone"
         (tmp_path / "away").rename(bucket.folder)
-        wait_until(lambda: not store.tier.breaker.is_open)
+        wait_until(lambda: not store.tier.is_away)
         assert store.ask() == [True] * 100
         assert store.read() == {ReadResult.OK}

@@ -1,21 +1,26 @@
-"""What every shared store of blocks does: a Redis, objects in a folder or on a server, a disk that the front owns."""
+"""What every tier below the CPU does: a disk, one that another process owns, a Redis, objects in a folder or a server.
+
+An exact tier is written to in transactions, so a batch of it names no chain.
+"""
 
 from contextlib import ExitStack
 from functools import partial
 
 import pytest
+from msgspec import structs
 
 from kvstore.blocks.records import ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.opening import OpeningDisk
+from kvstore.disk.tier import DiskTier
 from kvstore.owned_disk import OwnedDisk, owner_folder
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.names import BlockNames, FleetSecret
 from kvstore.remote.object_address import parse_object_url
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.redis_blocks import RedisBlocks
-from kvstore.remote.shared import Put
+from kvstore.tiers.port import Keeps, ReadJob, WriteBatch, WriteJob
 from tests.kvstore.remote.chains import FINGERPRINT, NAMES, SECRET, SIZE, Server, make_chain
 from tests.kvstore.remote.conftest import BUCKETS
 
@@ -25,11 +30,11 @@ TTL_S = 1000.0
 class Place:
     """Where servers share blocks; they are closed at the end."""
 
-    def __init__(self, shared) -> None:
-        self.shared, self.servers = shared, []
+    def __init__(self, tier) -> None:
+        self.tier, self.servers = tier, []
 
     def server(self, names: BlockNames = NAMES) -> Server:
-        self.servers.append(Server(self.shared(names)))
+        self.servers.append(Server(self.tier(names)))
         return self.servers[-1]
 
     def change(self, change) -> None:
@@ -65,6 +70,11 @@ def place_of(request, tmp_path, bucket_named):
                 disk = OwnedDisk(OpeningDisk(directory.share(), 32 << 20), owner_folder(), tiers, "lru")
                 ends.callback(disk.close)
                 place = Place(lambda names: OwnedBlocks(disk.path))
+            elif kind == "disk":
+                directory = ends.enter_context(StoreDirectory.open(tmp_path / "store"))
+                tier = DiskTier(directory, 32 << 20)
+                ends.callback(tier.close)
+                place = Place(lambda names: tier)
             else:
                 place = (
                     in_redis(request.getfixturevalue("redis")) if kind == "redis" else in_objects(bucket_named(kind))
@@ -75,7 +85,7 @@ def place_of(request, tmp_path, bucket_named):
         yield make
 
 
-@pytest.fixture(params=["redis", "owned", *BUCKETS])
+@pytest.fixture(params=["disk", "redis", "owned", *BUCKETS])
 def place(request, place_of):
     return place_of(request.param)
 
@@ -89,28 +99,29 @@ def open_place(request, place_of):
 def test_blocks_come_back_bit_by_bit(place):
     made, first = make_chain(50), place.server()
     assert first.count(made) == 0
-    results = first.session.put(made.chain, made.puts())
-    assert [result.block_id for result in results] == list(made.chain.ids)
-    assert all(result.error is None and result.num_bytes > SIZE for result in results)
+    written = first.session.write(made.batch())
+    assert written.error is None and {one.block_id for one in written.stored} == set(made.chain.ids)
+    assert all(one.error is None and one.num_bytes > SIZE for one in written.stored)
     for server in (first, place.server()):
+        server.session.ping()
         assert server.count(made) == 50
         assert server.read(made) == [ReadResult.OK] * 50
 
 
-def test_what_is_there_is_not_sent_again(place):
+def test_what_a_believed_tier_has_is_not_sent_again(place):
     made, server = make_chain(10), place.server()
     server.put(made, 0, 4)
-    results = server.session.put(made.chain, made.puts())
-    assert [result.num_bytes > 0 for result in results] == [False] * 4 + [True] * 6
-    assert all(result.error is None for result in results)
-    assert [result.num_bytes for result in server.session.put(made.chain, made.puts())] == [0] * 10
+    is_believed = server.tier.keeps is Keeps.BELIEVED
+    sizes = {one.block_id: one.num_bytes for one in server.session.write(made.batch()).stored}
+    assert [sizes[one] > 0 for one in made.chain.ids] == [not is_believed] * 4 + [True] * 6
+    assert server.put(made) == [None] * 10
 
 
 def test_what_is_gone_when_it_is_fetched_is_not_reported_as_stored(place):
     made, server = make_chain(3), place.server()
-    puts = made.puts()
-    puts[2] = Put(2, made.records[2], lambda: None)
-    errors = {result.block_id: result.error for result in server.session.put(made.chain, puts)}
+    jobs = (*made.jobs(0, 2), WriteJob(2, made.records[2], SIZE, lambda: None, 2))
+    written = server.session.write(WriteBatch(jobs, chain=made.chain))
+    errors = {one.block_id: one.error for one in written.stored}
     assert [errors[one] for one in made.chain.ids] == [None, None, "gone before it was stored"]
     assert server.count(made) == 2
 
@@ -119,11 +130,23 @@ def test_deleted_blocks_are_gone_for_everybody(place):
     made, other, server, second = make_chain(20), make_chain(20, seed=9), place.server(), place.server()
     server.put(made)
     server.put(other)
-    second.session.delete(made.chain.ids)
-    second.session.delete([])
+    second.delete(made.chain.ids)
+    second.delete([])
     for one in (server, second):
         assert (one.count(made), one.count(other)) == (0, 20)
         assert one.read(made) == [ReadResult.MISSING] * 20
+
+
+def test_another_block_s_content_is_a_mismatch_and_stays(place):
+    """The record that a read expects is compared with the stored one, whatever its id says."""
+    made, server = make_chain(2), place.server()
+    server.put(made)
+    (first, second), other = made.reads(), make_chain(2, seed=4)
+    forged = ReadJob(0, structs.replace(other.records[0], block_id=made.chain.ids[0]), first.view)
+    result, ok = server.session.read([forged, second])
+    assert ok is ReadResult.OK
+    assert result in (ReadResult.MISMATCH, ReadResult.MISSING), "a group of objects is looked for again under its name"
+    assert server.count(made) == 2 and server.read(made) == [ReadResult.OK] * 2
 
 
 def flipped(at: int, value: bytes) -> bytes:

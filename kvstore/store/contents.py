@@ -1,13 +1,16 @@
-"""What the control plane knows to be on disk.
+"""What the control plane knows of the tiers below the CPU: what is on disk, what a believed tier is thought to have.
 
-What leaves the disk is evicted, deleted or lost; what CPU and disk hold together stays closed under parents.
+What leaves the disk is evicted, deleted or lost; what CPU and disk hold together stays closed under parents. Deletions
+are repeated until a tier has confirmed them. What a believed tier has is what it has answered, and what was stored
+there; only a read finds out.
 
 Control plane, one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.holdings import Holdings, Place
@@ -15,28 +18,94 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.index import DiskIndex, IndexEntry
-from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.tiers.work import Asked
+from kvstore.tiers.worker import TierWorker
 
 # What blocks are lost by (see `kvstore.blocks.records.Loss`), by the read that found out; else "unreadable".
+MOST_KNOWN = 1 << 18  # blocks of a believed tier
+KNOWN_S = 300.0  # how long its answers are believed
 LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadResult.MISSING: "damaged"}
 
 
+class Deletions:
+    """most: how many may wait; None: all. Of what is dropped, a believed tier rids itself in time."""
+
+    def __init__(self, tier: TierWorker, most: int | None = None) -> None:
+        self._tier, self._most = tier, most
+        self._sizes: dict[BlockId, int] = {}  # of all that are not confirmed
+        self._waiting: dict[BlockId, None] = {}  # of these: not handed over yet, or to be tried again
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much will be free."""
+        return sum(self._sizes.values())
+
+    def add(self, block_id: BlockId, num_bytes: int = 0) -> None:
+        self._sizes[block_id] = num_bytes
+        self._waiting[block_id] = None
+        if self._most is not None and len(self._waiting) > self._most:
+            self.drop(next(iter(self._waiting)))
+
+    def drop(self, block_id: BlockId) -> None:
+        """Delete it no more: it is written again."""
+        self._sizes.pop(block_id, None)
+        self._waiting.pop(block_id, None)
+
+    def pump(self) -> bool:
+        """Hand over what waits, unless the tier is away. Returns whether there was anything."""
+        if not self._waiting or self._tier.is_away:
+            return False
+        self._tier.submit_deletes(tuple(self._waiting))
+        self._waiting.clear()
+        return True
+
+    def ended(self, block_ids: Iterable[BlockId], error: str | None) -> None:
+        """The tier has tried these."""
+        for block_id in block_ids:
+            if error is None:
+                self.drop(block_id)
+            elif block_id in self._sizes:
+                self._waiting[block_id] = None
+
+    def has_some(self, block_ids: Iterable[BlockId]) -> bool:
+        """Whether some of these are not deleted yet."""
+        return not self._sizes.keys().isdisjoint(block_ids)
+
+    def have_failed(self, block_ids: Iterable[BlockId]) -> bool:
+        """Whether some of these wait for another try."""
+        return not self._waiting.keys().isdisjoint(block_ids)
+
+    def in_flight(self) -> Collection[BlockId]:
+        """Those that run, and those that could be handed over."""
+        return self._sizes.keys() - self._waiting.keys() if self._tier.is_away else self._sizes.keys()
+
+    def clear(self) -> None:
+        self._sizes.clear()
+        self._waiting.clear()
+
+
 class DiskContents:
-    """index: of all that is on disk when the store opens; its conversations are known from then on. holdings: where it
-    reports what comes and goes.
+    """index: of all that is on disk when the store opens; its conversations are known from then on. removing: blocks
+    that are being deleted. holdings: where it reports what comes and goes.
     """
 
     def __init__(
-        self, disk: DiskTier, index: DiskIndex, steering: Steering, clock: Callable[[], float],
+        self, disk: DiskTier, index: DiskIndex, removing: Deletions, steering: Steering, clock: Callable[[], float],
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk, self.index, self._clock, self._holdings = disk, index, clock, holdings
-        self.removing: dict[BlockId, int] = {}  # blocks being deleted, with the bytes that will be free
+        self.removing = removing
         steering.adopt(index.name_conversations(steering.order("disk")))
         self.claim, self.link, self.take_touched = index.claim, index.link, index.take_touched
 
@@ -76,7 +145,7 @@ class DiskContents:
 
     def leaves(self, block_id: BlockId, num_bytes: int) -> None:
         """Note that a block, no longer in the index, is being deleted; this many bytes will be free."""
-        self.removing[block_id] = num_bytes
+        self.removing.add(block_id, num_bytes)
         if self._holdings is not None:
             self._holdings.gone(Place.DISK, block_id)
 
@@ -91,12 +160,8 @@ class DiskContents:
 class DiskSpace:
     _disk: DiskTier
     _cpu: CpuTier
-    _io: IoQueue
     _contents: DiskContents
     _stats: StoreStats
-
-    def __post_init__(self) -> None:
-        self._failed: dict[BlockId, None] = {}  # failed deletions, to be retried
 
     @property
     def capacity_bytes(self) -> int:
@@ -122,9 +187,7 @@ class DiskSpace:
         """Submit deletions of these blocks, given with their sizes. They are no longer in the index."""
         for block_id, size in reversed(blocks):
             self._contents.leaves(block_id, size)
-            self._failed.pop(block_id, None)
-        if blocks:
-            self._io.submit_deletes([block_id for block_id, _ in blocks])
+        self._contents.removing.pump()
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """These and all that builds on them, on disk or in the CPU tier, parents before children."""
@@ -141,29 +204,6 @@ class DiskSpace:
         self._stats.losses.note(LOST_BY.get(result, "unreadable"), "disk", *lost, why=result.value)
         self.delete(lost)
 
-    def deleted(self, block_ids: Iterable[BlockId]) -> None:
-        """Note that these blocks are deleted."""
-        for block_id in block_ids:
-            self._contents.removing.pop(block_id, None)
-
-    def deletion_failed(self, block_ids: Iterable[BlockId]) -> None:
-        self._failed |= dict.fromkeys(one for one in block_ids if one in self._contents.removing)
-
-    def delete_again(self) -> bool:
-        """Retry failed deletions. Returns False if there are none."""
-        failed, self._failed = self._failed, {}
-        if again := [block_id for block_id in failed if block_id in self._contents.removing]:
-            self._io.submit_deletes(again)
-        return bool(failed)
-
-    def is_deleting(self, block_ids: Iterable[BlockId]) -> bool:
-        """Whether some of these are still on disk."""
-        return not self._contents.removing.keys().isdisjoint(block_ids)
-
-    def has_failed(self, block_ids: Iterable[BlockId]) -> bool:
-        """Whether the deletion of some of these waits for a retry."""
-        return not self._failed.keys().isdisjoint(block_ids)
-
     def begin_anew(self) -> None:
         """Start again after the file was set aside. Drop the CPU tier's blocks whose parents were only on disk, as
         nobody can use them.
@@ -171,7 +211,6 @@ class DiskSpace:
         lost = [one for one in self._cpu.absent_parents() if one in self._contents.index]
         for block_id in self._cpu.with_descendants(lost):
             self._cpu.forget(block_id)
-        self._failed.clear()
         self._contents.begin_anew()
 
     def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
@@ -179,7 +218,7 @@ class DiskSpace:
 
         num_queued_bytes: how much of it the writer already has.
         """
-        excess = self._disk.file.excess_bytes(incoming_bytes) - sum(self._contents.removing.values())
+        excess = self._disk.file.excess_bytes(incoming_bytes) - self._contents.removing.num_bytes
         if excess <= 0:
             return True
         has_evicted = self.evict(excess)
@@ -204,3 +243,42 @@ class DiskSpace:
         chosen = index.select(what) if named else index.select(what, self._cpu.is_needed)
         entries = [index.get(block_id) for block_id in chosen]
         return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))
+
+
+class BelievedContents:
+    """name: the tier's."""
+
+    def __init__(self, tier: TierWorker, clock: Callable[[], float]) -> None:
+        self.name, self._tier, self._clock = tier.name, tier, clock
+        self._known: OrderedDict[BlockId, float] = OrderedDict()  # when each was last heard of
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def contains(self, block_id: BlockId) -> bool:
+        """Whether the block is worth reading from there."""
+        heard_s = self._known.get(block_id)
+        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self._tier.is_away
+
+    def has_had(self, block_id: BlockId) -> bool:
+        """Whether the block was there when it was last heard of, however long ago."""
+        return block_id in self._known
+
+    def answered(self, asked: Asked) -> None:
+        for block_id, is_there in zip(asked.chain.ids, asked.there or (), strict=False):
+            if is_there:
+                self.learn(block_id)
+            else:
+                self._known.pop(block_id, None)
+
+    def learn(self, block_id: BlockId) -> None:
+        """Note that a block is there."""
+        self._known[block_id] = self._clock()
+        self._known.move_to_end(block_id)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def lose(self, block_ids: Iterable[BlockId]) -> None:
+        """Note that these are not there, or are about to be deleted."""
+        for block_id in block_ids:
+            self._known.pop(block_id, None)
