@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Expected, ReadResult
@@ -85,8 +85,7 @@ class WriteBatch:
     chain: Chain | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """What became of one block. error None: it is stored, or was before. num_bytes: how many it took."""
 
     block_id: BlockId

@@ -79,7 +79,8 @@ class PendingWrites:
 
     def __init__(self, batch_bytes: int, gather_s: float, touched_wait_s: float) -> None:
         self._batch_bytes, self._gather_s, self._most_touched_wait_s = batch_bytes, gather_s, touched_wait_s
-        self._writes: deque[tuple[Chain | None, tuple[WriteJob, ...]]] = deque()
+        self._chains: deque[tuple[Chain, Sequence[WriteJob]]] = deque()  # batches of their own
+        self._jobs: deque[WriteJob] = deque()  # those of no chain
         self._deletes: dict[BlockId, None] = {}
         self._touched: dict[BlockId, float] = {}
         self._touched_since_s = 0.0
@@ -90,7 +91,10 @@ class PendingWrites:
         """chain: the jobs' own batch; None: each may join others."""
         for job in jobs:
             self._deletes.pop(job.record.block_id, None)  # it is overwritten
-        self._writes.extend([(chain, tuple(jobs))] if chain else [(None, (job,)) for job in jobs])
+        if chain is None:
+            self._jobs.extend(jobs)
+        else:
+            self._chains.append((chain, jobs))
 
     def delete(self, block_ids: Sequence[BlockId]) -> None:
         self._deletes |= dict.fromkeys(block_ids)
@@ -107,7 +111,7 @@ class PendingWrites:
 
     def __len__(self) -> int:
         """Writes."""
-        return len(self._writes)
+        return len(self._jobs) + sum(len(jobs) for _, jobs in self._chains)
 
     def __bool__(self) -> bool:
         return self.has_blocks or bool(self._touched)
@@ -115,21 +119,22 @@ class PendingWrites:
     @property
     def has_blocks(self) -> bool:
         """Whether there is more than times of last use."""
-        return bool(self._writes or self._deletes)
+        return bool(self._jobs or self._chains or self._deletes)
 
     def hurry(self) -> None:
         """What is here is to be written at once."""
         self._is_hurried = bool(self)
 
     def clear(self) -> None:
-        self._writes.clear()
+        self._jobs.clear()
+        self._chains.clear()
         self._deletes.clear()
 
     def wait_s(self, now_s: float) -> float | None:
         """How long to wait for more before the next batch; None: there is nothing to write."""
         if not self:
             return None
-        if self._is_hurried or self._is_due():
+        if self._is_hurried or self.is_due:
             return 0.0
         if not self.has_blocks:
             return max(0.0, self._touched_since_s + self._most_touched_wait_s - now_s)
@@ -137,31 +142,32 @@ class PendingWrites:
             self._since_s = now_s
         return max(0.0, self._since_s + self._gather_s - now_s)
 
-    def _is_due(self) -> bool:
+    @property
+    def is_due(self) -> bool:
         """Whether there is a full batch of writes, or a deletion, which makes room."""
-        return bool(self._deletes or (self._writes and len(self._writes) * _size(self._writes[0]) >= self._batch_bytes))
+        is_large = self._jobs and len(self._jobs) * self._jobs[0].num_bytes >= self._batch_bytes
+        return bool(self._deletes or self._chains or is_large)
 
     def pop(self) -> WriteBatch:
         """Deletions make room for writes. That of a block which is being written waits for the write. What is of a
         chain goes alone.
         """
         self._is_hurried, self._since_s = False, None
-        writing = {job.record.block_id for _, jobs in self._writes for job in jobs}
-        deletes = tuple(block_id for block_id in self._deletes if block_id not in writing)
-        self._deletes = {block_id: None for block_id in self._deletes if block_id in writing}
-        if self._writes and self._writes[0][0] is not None:
+        deletes = tuple(self._deletes)
+        if deletes:
+            queued = itertools.chain(self._jobs, *(jobs for _, jobs in self._chains))
+            writing = {job.record.block_id for job in queued}
+            deletes = tuple(block_id for block_id in self._deletes if block_id not in writing)
+            self._deletes = {block_id: None for block_id in self._deletes if block_id in writing}
+        if self._chains:
             if deletes:
                 return WriteBatch(deletes=deletes)
-            chain, jobs = self._writes.popleft()
-            return WriteBatch(jobs, chain=chain)
+            chain, jobs = self._chains.popleft()
+            return WriteBatch(tuple(jobs), chain=chain)
         gathered: list[WriteJob] = []
         size = 0
-        while self._writes and self._writes[0][0] is None and (not gathered or size < self._batch_bytes):
-            gathered += self._writes[0][1]
-            size += _size(self._writes.popleft())
+        while self._jobs and (not gathered or size < self._batch_bytes):
+            gathered.append(self._jobs.popleft())
+            size += gathered[-1].num_bytes
         touched, self._touched = self._touched, {}
         return WriteBatch(tuple(gathered), deletes, touched)
-
-
-def _size(of: tuple[Chain | None, tuple[WriteJob, ...]]) -> int:
-    return sum(job.num_bytes for job in of[1])

@@ -61,17 +61,18 @@ class Asked:
 Done = ReadDone | WriteDone | TaskDone | Asked
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Reads:
-    """Taken to be read, all of one rank; or one task. num_active: with these."""
+    """Taken to be read, all of one rank. num_active: with these. task: to be run instead."""
 
-    jobs: tuple[ReadJob | Task, ...]
+    jobs: list[ReadJob]
     rank: Rank
     num_active: int
     begun_s: float
+    task: Task | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Writes:
     """Taken to be written."""
 
@@ -79,7 +80,7 @@ class Writes:
     begun_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Questioning:
     """Taken to be asked. asked None: whether a tier that has failed answers again."""
 

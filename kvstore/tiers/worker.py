@@ -206,8 +206,10 @@ class TierWorker:
     def submit_writes(self, jobs: Sequence[WriteJob], chain: Chain | None = None) -> None:
         """chain: whose blocks they are: one batch. None: they join others."""
         with self.lock:
+            has_waited = self._pending.has_blocks
             self._pending.add(jobs, chain)
-            self._executor.wake(Lane.WRITE)
+            if not has_waited or self._pending.is_due:  # else the thread waits for more
+                self._executor.wake(Lane.WRITE)
 
     def submit_deletes(self, block_ids: Sequence[BlockId]) -> None:
         """After the writes of these that were submitted before."""
@@ -316,14 +318,15 @@ class TierWorker:
         if not self._reads:
             return None if self._is_closing else math.inf
         rank, first = self._reads.pop()
-        jobs, size = [first], math.inf if isinstance(first, Task) else first.view.nbytes
-        most_bytes = self._read_batch_bytes() if self.is_believed else 1
-        while size < most_bytes and self._reads.first_rank() == rank:
-            _, job = self._reads.pop()
-            assert isinstance(job, ReadJob)
-            jobs.append(job)
-            size += job.view.nbytes
-        taken = Reads(tuple(jobs), rank, len(self._reading) + 1, self._clock())
+        task, jobs = (first, []) if isinstance(first, Task) else (None, [first])
+        if self.is_believed and jobs:
+            size, most_bytes = jobs[0].view.nbytes, self._read_batch_bytes()
+            while size < most_bytes and self._reads.first_rank() == rank:
+                _, job = self._reads.pop()
+                assert isinstance(job, ReadJob)
+                jobs.append(job)
+                size += job.view.nbytes
+        taken = Reads(jobs, rank, len(self._reading) + 1, self._clock(), task)
         self._reading[taken] = None
         return taken
 
@@ -381,22 +384,16 @@ class TierWorker:
         return why
 
     def _run_reads(self, taken: Reads) -> None:
-        first = taken.jobs[0]
-        if isinstance(first, Task):
-            done: list[Done] = [TaskDone(first.key, _has_run(first))]
-            results = list[ReadResult]()
-        else:
-            results = self._read([job for job in taken.jobs if isinstance(job, ReadJob)])
-            done = []
+        results = self._read(taken.jobs) if taken.jobs else []
+        done: list[Done] = [] if taken.task is None else [TaskDone(taken.task.key, _has_run(taken.task))]
         seconds = self._clock() - taken.begun_s
-        if self.is_believed:
-            self._count_reads(taken, results, seconds)
+        if self.is_believed and taken.jobs:
+            self._count_reads(taken.jobs, results, seconds)
         with self.lock:
             num_active = (taken.num_active + len(self._reading)) / 2
-            for job, result in zip(taken.jobs, results, strict=False):
-                assert isinstance(job, ReadJob)
-                done.append(ReadDone(job, result, seconds / len(taken.jobs), num_active))
-            self._done.extend(done)
+            for job, result in zip(taken.jobs, results, strict=True):
+                done.append(ReadDone(job, result, seconds / len(results), num_active))
+            self._done += done
             del self._reading[taken]
             # A waiting request needs all of its blocks: waking it for each would cost more than the reads.
             self._num_unseen += len(done)
@@ -414,10 +411,10 @@ class TierWorker:
                 self._failed("read", error)
         return [ReadResult.FAILED] * len(jobs)
 
-    def _count_reads(self, taken: Reads, results: Sequence[ReadResult], seconds: float) -> None:
-        read = [job for job, result in zip(taken.jobs, results, strict=True) if result is ReadResult.OK]
+    def _count_reads(self, jobs: Sequence[ReadJob], results: Sequence[ReadResult], seconds: float) -> None:
+        read = [job for job, result in zip(jobs, results, strict=True) if result is ReadResult.OK]
         if read:
-            num_bytes = sum(job.view.nbytes for job in read if isinstance(job, ReadJob))
+            num_bytes = sum(job.view.nbytes for job in read)
             rate = num_bytes / max(seconds, 1e-6)
             self.counts.add(reads=len(read), read_bytes=num_bytes, read_seconds=seconds, read_bytes_per_s=rate)
 
