@@ -8,7 +8,7 @@ the module by its name.
 - `sglang`: `KVStoreBackend`, the storage below SGLang's hierarchical cache
 - `sglang_pages`: pages of SGLang's host pools as blocks
 - `transfers`: jobs of many blocks between a host's memory and a store
-- `vllm`: `KVStoreTier`, a secondary tier of vLLM's tiered offloading
+- `vllm`: `KVStoreTier`, a secondary tier of vLLM's tiered offloading, and the connector that shows it the configuration
 - `vllm_cpu`: the same offloading on vLLM's CPU backend
 - `vllm_identity`: what vLLM's KV depends on beside its keys, and settings that hurt
 - `vllm_keys`: the keys of a vLLM request in order
@@ -20,7 +20,8 @@ the module by its name.
 
 Decisions:
 
-A tier, not a connector. vLLM's tiered offloading already moves KV off the device and back, with groups of layers,
+A tier, not a connector of our own: ours is vLLM's, and only makes its configuration known while it is built, as vLLM
+hands that to no tier. vLLM's tiered offloading already moves KV off the device and back, with groups of layers,
 preemption and metrics. A tier only moves bytes between one memory and its store, so little breaks with vLLM's next
 release.
 

@@ -1,7 +1,9 @@
-"""KVStoreTier: the store as a secondary tier of vLLM's tiered offloading.
+"""KVStoreTier: the store as a secondary tier of vLLM's tiered offloading. KVStoreConnector: vLLM's offloading itself,
+which shows the tier vLLM's configuration.
 
-vLLM loads it by name (`module_path`) into its scheduler's process and asks it for chunks, by keys and from rows of its
-primary tier's memory. Nothing here waits for the disk except `drain_jobs` and `shutdown`.
+vLLM loads both by name (`module_path`, `kv_connector_module_path`). It asks the tier, in its scheduler's process, for
+chunks, by keys and from rows of its primary tier's memory. Nothing here waits for the disk except `drain_jobs` and
+`shutdown`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm import __version__
+from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -42,6 +46,14 @@ from kvstore.hosts.wishes import Wishes, read_wishes
 logger = init_logger("vllm.kvstore")
 DRAIN_STEP_S = 0.001
 LOADS = ("auto", "always")
+
+
+class KVStoreConnector(OffloadingConnector):
+    """vLLM's own, unchanged. vLLM builds tiers without its configuration, which says what their KV depends on."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with set_current_vllm_config(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
 
 
 @dataclass(slots=True)
@@ -232,11 +244,15 @@ class KVStoreTier(SecondaryTierManager):
 def _open_store(
     spec: Any, folder: Path, disk: int | str, policy: str, identity: str | None, row_bytes: int
 ) -> BlockStore:
-    config = vllm_identity.host_config()
-    if config is not None:
-        vllm_identity.check_hashes(config)
-        for text in vllm_identity.warnings(config, spec.offload_prompt_only):
-            logger.warning("KVStoreTier: %s", text)
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        raise ConfigError(
+            'KVStoreTier does not see vLLM\'s configuration; in --kv-transfer-config, give "kv_connector": '
+            '"KVStoreConnector" and "kv_connector_module_path": "kvstore.hosts.vllm", as `kvstore vllm-config` does'
+        )
+    vllm_identity.check_hashes(config)
+    for text in vllm_identity.warnings(config, spec.offload_prompt_only):
+        logger.warning("KVStoreTier: %s", text)
     check_block_bytes(row_bytes, parse_size(disk, "disk"))
     namespace = vllm_identity.namespace(spec, config, identity, row_bytes, folder, __version__)
     owner = f"vLLM with {spec.config.model.name}"

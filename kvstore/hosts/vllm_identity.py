@@ -2,7 +2,8 @@
 that hurt.
 
 vLLM's keys cover tokens, salt, adapters and images; everything else goes into the namespace of the blocks. Reads the
-objects that vLLM hands over; imports nothing of vLLM.
+objects that vLLM hands over, and no field of them is optional: one that a version of vLLM has renamed is an error that
+names it. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from kvstore.disk.weights import weights_digest
@@ -24,29 +23,31 @@ from kvstore.hosts.model_folder import model_folder
 FORMAT = "vllm 1"  # incremented when the meaning of a stored chunk changes
 _COSMETIC = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id"}
 _CPU_FLAGS = ("amx_tile", "avx512f", "avx2")  # they decide how vLLM's CPU attention lays out a page
+_SHAPE = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
-def host_config() -> Any:
-    """vLLM's configuration, taken from a caller's frame, as vLLM does not hand it to tiers. None if no frame has it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if hasattr(found, "model_config") and hasattr(found, "cache_config"):
-            return found
-        frame = frame.f_back
-    return None
+def field(of: Any, path: str) -> Any:
+    """What an object of vLLM's has there, by names with dots between. Raises ConfigError if it has no such field."""
+    for name in path.split("."):
+        if not hasattr(of, name):
+            raise ConfigError(
+                f"this vLLM has no {path} where kvstore looks for it: {type(of).__name__} has no field {name}; take a "
+                f"vLLM that docs/vllm.md names, or a kvstore that knows this one"
+            )
+        of = getattr(of, name)
+    return of
 
 
 def store_folder(config: Any) -> Path | None:
     """The folder of the first KVStoreTier in this configuration."""
-    extra = getattr(getattr(config, "kv_transfer_config", None), "kv_connector_extra_config", None) or {}
-    paths = (tier.get("path") for tier in extra.get("secondary_tiers", ()) if tier.get("type") == "KVStoreTier")
+    tiers = field(config, "kv_transfer_config.kv_connector_extra_config").get("secondary_tiers", ())
+    paths = (tier.get("path") for tier in tiers if tier.get("type") == "KVStoreTier")
     return next((Path(path).expanduser() for path in paths if path), None)
 
 
 def check_hashes(config: Any) -> None:
     """Raises ConfigError if vLLM's keys would not identify their content."""
-    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    algorithm = str(field(config, "cache_config.prefix_caching_hash_algo"))
     if algorithm.startswith("xxhash"):
         raise ConfigError(
             f"--prefix-caching-hash-algo is {algorithm}, which is seeded anew by every process and no proof against "
@@ -61,8 +62,7 @@ def warnings(config: Any, offload_prompt_only: bool) -> Iterator[str]:
             "offload_prompt_only is true, vLLM's default: answers are not kept, so every turn computes the last one "
             'again; set "offload_prompt_only": false in kv_connector_extra_config'
         )
-    transfer = getattr(config, "kv_transfer_config", None)
-    if getattr(transfer, "kv_load_failure_policy", None) == "fail":
+    if field(config, "kv_transfer_config.kv_load_failure_policy") == "fail":
         yield (
             'kv_load_failure_policy is "fail", vLLM\'s default: a request fails where its KV cannot be loaded; set '
             '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
@@ -70,55 +70,46 @@ def warnings(config: Any, offload_prompt_only: bool) -> Iterator[str]:
 
 
 def namespace(spec: Any, config: Any, identity: str | None, row_bytes: int, folder: Path, version: str) -> bytes:
-    """32 bytes that name what all blocks depend on. spec: vLLM's offloading spec. config: see `host_config`. identity:
-    a name for the weights, if they are not safetensors files. folder: where digests of files are kept. version: vLLM's,
-    since layouts may change with it.
+    """32 bytes that name what all blocks depend on. spec: vLLM's offloading spec. config: vLLM's configuration.
+    identity: a name for the weights, if they are not safetensors files. folder: where digests of files are kept.
+    version: vLLM's, since layouts may change with it.
 
-    Raises ConfigError if neither tells what the weights are.
+    Raises ConfigError if nothing tells what the weights are, or if vLLM's objects lack a field.
     """
-    if identity is None:
-        if config is None:
-            raise ConfigError('this vLLM does not show its configuration; name the model\'s weights with "identity"')
-        model = _model(config, folder)
-    else:
-        model = {"identity": identity}
-    own = spec.config
+    own = field(spec, "config")
+    is_canonical = field(own, "canonical_layout")
     # vLLM also says so of its direct layout. But there a row has all layers of the first rank, then those of the next.
-    is_agnostic = own.canonical_layout and own.parallel.is_parallelism_agnostic
+    is_agnostic = field(own, "parallel.is_parallelism_agnostic") and is_canonical
     parts = {
         "format": FORMAT,
         "vllm": version,
-        "model": model,
-        "dtype": str(own.model.dtype),
-        "layout": [own.kv_cache_layout, own.canonical_layout, own.replicated_layout],
-        "groups": [asdict(group) for group in own.groups],
-        "cache": asdict(own.cache),
-        "parallel": "any" if is_agnostic else _shape(own.parallel),
+        "model": _model(config, folder) if identity is None else {"identity": identity},
+        "dtype": str(field(own, "model.dtype")),
+        "layout": [field(own, "kv_cache_layout"), is_canonical, field(own, "replicated_layout")],
+        "groups": [asdict(group) for group in field(own, "groups")],
+        "cache": asdict(field(own, "cache")),
+        "parallel": "any" if is_agnostic else {name: field(own, f"parallel.{name}") for name in _SHAPE},
         "row_bytes": row_bytes,
-        "device": _device(config),
+        "device": _device(str(field(config, "device_config.device_type"))),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 
 
-def _shape(parallel: Any) -> dict[str, int]:
-    return {name: getattr(parallel, name) for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")}
-
-
 def _model(config: Any, folder: Path) -> dict[str, Any]:
-    model = config.model_config
-    cache = getattr(config.load_config, "download_dir", None)
+    model, revision = str(field(config, "model_config.model")), field(config, "model_config.revision")
+    cache = field(config, "load_config.download_dir")
     try:
-        weights = weights_digest(model_folder(str(model.model), model.revision, cache), folder / "weights.json")
+        weights = weights_digest(model_folder(model, revision, cache), folder / "weights.json")
     except ModelError as error:
         raise ConfigError(f'{error}; give a text that changes with the weights as "identity" of the tier') from error
     found = {
         "weights": weights,
-        "config": _plain(model.hf_config.to_dict()),
-        "dtype": str(model.dtype),
-        "quantization": str(getattr(model, "quantization", None)),
+        "config": _plain(field(config, "model_config.hf_config").to_dict()),
+        "dtype": str(field(config, "model_config.dtype")),
+        "quantization": str(field(config, "model_config.quantization")),
     }
     if "longrope" in json.dumps(found["config"], default=str):
-        found["window"] = model.max_model_len  # frequencies depend on it
+        found["window"] = field(config, "model_config.max_model_len")  # frequencies depend on it
     return found
 
 
@@ -130,14 +121,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _device(config: Any) -> list[str]:
+def _device(kind: str) -> list[str]:
     """The device's kind; on a CPU also the features that decide how attention lays out its pages."""
-    device = str(getattr(getattr(config, "device_config", None), "device_type", ""))
-    if device != "cpu":
-        return [device]
+    if kind != "cpu":
+        return [kind]
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
-    return [device, platform.machine(), *(flag for flag in _CPU_FLAGS if flag in flags)]
+    return [kind, platform.machine(), *(flag for flag in _CPU_FLAGS if flag in flags)]

@@ -12,12 +12,13 @@ from itertools import islice
 from typing import Any
 
 import msgspec
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvstore.blocks.forest import EvictionTree
 from kvstore.hosts.read_ahead import KeptFile
-from kvstore.hosts.vllm_identity import host_config, store_folder
+from kvstore.hosts.vllm_identity import store_folder
 from kvstore.hosts.vllm_keys import RequestKeys, chain_of
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
@@ -30,12 +31,14 @@ _learned = msgspec.json.Decoder(dict[str, Any])
 class KVStorePolicy(CachePolicy):
     """Evicts chunks from the tails of the conversations that are least likely to return soon, running ones last.
 
-    What it learns of returns is kept in the directory of the first KVStoreTier among vLLM's tiers, if there is one.
+    What it learns of returns is kept in the directory of the first KVStoreTier among vLLM's tiers, if there is one, and
+    if `KVStoreConnector` has shown the configuration.
     """
 
     def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.time) -> None:
         super().__init__(cache_capacity)
-        folder = store_folder(host_config())
+        config = get_current_vllm_config_or_none()
+        folder = None if config is None else store_folder(config)
         self._file = None if folder is None else KeptFile(folder / FILE_NAME, _learned)
         self._steering = Steering("return", clock, {TIER: cache_capacity}, self._file and self._file.found)
         self._tree = EvictionTree[OffloadKey](self._steering.order(TIER), self._is_free)

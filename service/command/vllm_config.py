@@ -29,6 +29,7 @@ COMMAND = Command(
 REASONS = {
     "--enable-prefix-caching": "what was loaded is shared by all requests that begin alike",
     "--prefix-caching-hash-algo": "sha256_cbor names the same tokens alike in every process; xxhash does not",
+    "kv_connector": "vLLM's own, which also shows our tier the configuration: what KV depends on is in there",
     "kv_load_failure_policy": "what cannot be loaded is computed; by default the request fails",
     "offload_prompt_only": "answers are kept, too: they are part of the next prompt; by default they are not",
     "eviction_policy": "memory gives up first what is least likely to return; by default the least recently used",
@@ -44,7 +45,8 @@ def transfer_config(store: str, cpu_bytes: int, disk_bytes: int, on_cpu: bool) -
         spec = {"spec_name": "CPUTieringSpec", "spec_module_path": "kvstore.hosts.vllm_cpu"}
     tier = {"type": "KVStoreTier", "module_path": "kvstore.hosts.vllm", "path": store, "disk": disk_bytes}
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.hosts.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from vllm.config import CacheConfig, KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, set_current_vllm_config
 from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -59,9 +59,9 @@ def tier_options(path: Path, **options: Any) -> dict[str, Any]:
 
 def vllm_config_of(algorithm: str = "sha256_cbor", policy: str = "recompute") -> Any:
     """What our tier reads of vLLM's configuration, where the weights have an identity."""
-    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_load_failure_policy=policy)
-    cache = CacheConfig(prefix_caching_hash_algo=algorithm)
-    return SimpleNamespace(model_config=None, cache_config=cache, kv_transfer_config=transfer)
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both", kv_load_failure_policy=policy)
+    cache, device = CacheConfig(prefix_caching_hash_algo=algorithm), SimpleNamespace(device_type="cpu")
+    return SimpleNamespace(cache_config=cache, kv_transfer_config=transfer, device_config=device)
 
 
 def keys_of(name: str, num_blocks: int) -> list[bytes]:
@@ -88,13 +88,15 @@ class Scheduler:
         dtype: str = "float32",
         offload_prompt_only: bool = False,
         block_bytes: int = BLOCK_BYTES,
+        vllm_config: Any = None,
         **options: Any,
     ) -> None:
         made = config([tier_options(path, **options)], offload_prompt_only=offload_prompt_only)
         made.extra_config["cpu_bytes_to_use"] = ROWS * block_bytes
         made = replace(made, worker_kv_bytes_per_block=block_bytes)
         self.spec = CPUTieringSpec(replace(made, model=OffloadingModelConfig("a-model", dtype)))
-        self.manager = self.spec.get_manager()
+        with set_current_vllm_config(vllm_config or vllm_config_of()):
+            self.manager = self.spec.get_manager()
         self.tier = self.manager.secondary_tiers[0]
         self._path = path
         self._rows = self.manager.primary_tier.get_kv_memoryview().cast("B")

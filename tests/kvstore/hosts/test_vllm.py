@@ -203,20 +203,16 @@ def test_a_store_that_is_too_small_for_its_blocks_is_refused(open_host):
         open_host(disk="1MiB")
 
 
-def test_hashes_that_name_nothing_are_refused_and_bad_defaults_told_by_name(open_host, tmp_path, caplog_vllm):
+def test_hashes_that_name_nothing_are_refused_and_bad_defaults_told_by_name(open_host, caplog_vllm):
     from kvstore.errors import ConfigError
     from tests.support.vllm_host import vllm_config_of
 
-    def opened_under(vllm_config, **options):
-        """vLLM's configuration is found in a frame that has it."""
-        return open_host(tmp_path / "other", **options)
-
     with pytest.raises(ConfigError, match="--prefix-caching-hash-algo is xxhash_cbor"):
-        opened_under(vllm_config_of(algorithm="xxhash_cbor"))
-    restart(opened_under(vllm_config_of(policy="fail"), offload_prompt_only=True))
+        open_host(vllm_config=vllm_config_of(algorithm="xxhash_cbor"))
+    restart(open_host(vllm_config=vllm_config_of(policy="fail"), offload_prompt_only=True))
     assert "offload_prompt_only is true" in caplog_vllm.text and 'kv_load_failure_policy is "fail"' in caplog_vllm.text
     caplog_vllm.clear()
-    restart(opened_under(vllm_config_of()))
+    restart(open_host())
     assert not caplog_vllm.text
 
 
@@ -266,8 +262,17 @@ def test_options_that_are_wrong_are_named(open_host):
 
     with pytest.raises(ConfigError, match="load"):
         open_host(load="never")
-    with pytest.raises(ConfigError, match="identity"):
+    with pytest.raises(ConfigError, match="model_config"):
         open_host(identity=None)
+
+
+def test_without_the_connector_that_shows_the_configuration_vllm_does_not_start(tmp_path):
+    from kvstore.errors import ConfigError
+    from kvstore.hosts.vllm_cpu import CPUTieringSpec
+    from tests.support.vllm_host import config, tier_options
+
+    with pytest.raises(ConfigError, match=r'"kv_connector": "KVStoreConnector" and "kv_connector_module_path"'):
+        CPUTieringSpec(config([tier_options(tmp_path)])).get_manager()
 
 
 def test_the_cpu_worker_copies_blocks_of_chunks_both_ways():

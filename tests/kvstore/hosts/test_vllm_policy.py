@@ -119,19 +119,18 @@ def learned_state():
 def test_what_was_learned_is_kept_beside_the_store(manager, tmp_path):
     import json
 
+    from vllm.config import set_current_vllm_config
+
     file = tmp_path / "vllm-policy.json"
     state = learned_state()
     file.write_text(json.dumps(state))
     before = file.stat().st_ino
 
-    def make_under(vllm_config):
-        """vLLM's configuration is found in a frame that has it."""
-        return manager(20)
-
     tiers = [{"type": "fs", "path": "elsewhere"}, {"type": "KVStoreTier", "path": str(tmp_path)}]
     transfer = SimpleNamespace(kv_connector_extra_config={"secondary_tiers": tiers})
-    config = SimpleNamespace(model_config=None, cache_config=None, kv_transfer_config=transfer)
-    request(make_under(config), chain("a", 3))
+    with set_current_vllm_config(SimpleNamespace(kv_transfer_config=transfer)):
+        made = manager(20)
+    request(made, chain("a", 3))
     wait_until(lambda: file.stat().st_ino != before)
     assert json.loads(file.read_text()) == state
 

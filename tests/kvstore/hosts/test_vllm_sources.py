@@ -13,11 +13,14 @@ from kvstore import hosts
 
 HOSTS = Path(hosts.__file__).parent
 OURS = {  # file and class: what it stands in for
+    ("vllm.py", "KVStoreConnector"): (
+        "distributed/kv_transfer/kv_connector/v1/offloading_connector.py", "OffloadingConnector"
+    ),
     ("vllm.py", "KVStoreTier"): ("v1/kv_offload/tiering/base.py", "SecondaryTierManager"),
     ("vllm_policy.py", "KVStorePolicy"): ("v1/kv_offload/cpu/policies/base.py", "CachePolicy"),
     ("vllm_cpu.py", "MemcpyWorker"): ("v1/kv_offload/base.py", "OffloadingWorker"),
     ("vllm_cpu.py", "CPUTieringSpec"): ("v1/kv_offload/tiering/spec.py", "TieringOffloadingSpec"),
-}
+}  # fmt: skip
 FIELDS = {  # that we read or write by name or place, in this order
     ("v1/kv_offload/tiering/base.py", "TransferJob"): ("job_id", "keys", "chunk_ids", "is_promotion", "req_context"),
     ("v1/kv_offload/tiering/base.py", "JobResult"): (
@@ -33,6 +36,11 @@ FIELDS = {  # that we read or write by name or place, in this order
     ("v1/kv_offload/base.py", "CanonicalKVCaches"): ("tensors", "group_data_refs"),
     ("v1/kv_offload/config.py", "OffloadingGroupConfig"): ("tokens_per_block", "group_id"),
     ("v1/kv_offload/config.py", "OffloadingModelConfig"): ("name", "dtype"),
+    ("config/model.py", "ModelConfig"): ("model", "dtype", "hf_config", "revision", "max_model_len", "quantization"),
+    ("config/load.py", "LoadConfig"): ("download_dir",),
+    ("config/device.py", "DeviceConfig"): ("device_type",),
+    ("config/cache.py", "CacheConfig"): ("prefix_caching_hash_algo",),
+    ("config/kv_transfer.py", "KVTransferConfig"): ("kv_connector_extra_config", "kv_load_failure_policy"),
     ("v1/kv_offload/config.py", "OffloadingParallelConfig"): ("rank", "world_size", "tp_size", "pp_size"),
 }  # fmt: skip
 
@@ -105,7 +113,7 @@ def test_methods_take_what_vllm_gives(vllm, ours, theirs):
             assert taken[: len(given)] == given and len(required(mine[name])) <= len(given), f"{name}: {given}"
 
 
-@pytest.mark.parametrize("theirs, fields", FIELDS.items(), ids=lambda value: str(value[1]))
+@pytest.mark.parametrize("theirs, fields", FIELDS.items(), ids=str)
 def test_what_crosses_the_seam_has_its_fields(vllm, theirs, fields):
     found = class_in(vllm / theirs[0], theirs[1])
     names = [ast.unparse(item.target) for item in found.body if isinstance(item, ast.AnnAssign)]

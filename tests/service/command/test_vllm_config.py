@@ -21,6 +21,10 @@ def test_every_default_that_is_changed_has_a_reason(capsys, tmp_path):
     assert (extra["spec_name"], extra["cpu_bytes_to_use"]) == ("TieringOffloadingSpec", 2 << 30)
     tier = {"type": "KVStoreTier", "module_path": "kvstore.hosts.vllm", "path": str(tmp_path), "disk": 10**10}
     assert extra["secondary_tiers"] == [tier]
+    assert (transfer["kv_connector"], transfer["kv_connector_module_path"]) == (
+        "KVStoreConnector",
+        "kvstore.hosts.vllm",
+    )
     for name in ("kv_load_failure_policy", "offload_prompt_only", "eviction_policy", "--prefix-caching-hash-algo"):
         assert any(line.startswith(f"# {name}: ") for line in reasons)
 
