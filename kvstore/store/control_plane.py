@@ -273,8 +273,10 @@ class KVStore:
         """What can be loaded after `num_computed_tokens`, and what to compute meanwhile."""
         size, request = self.stored.block_size, self.requests.by_id[request_id]
         first = num_computed_tokens // size
-        usable = first if request.wanted.is_open else self.saver.num_usable(request, first)
+        is_new = not request.wanted.is_open
+        usable = self.saver.num_usable(request, first) if is_new else first
         found = self._matcher.match(request, usable, first + max_tokens // size)
+        self.planner.num_prompts += is_new and found.lookup is not Lookup.PENDING  # until the step is planned
         found = request.with_late_tiers(found)
         return found if usable == first else replace(found, num_unsaved=(first - usable) * size)
 
@@ -305,6 +307,7 @@ class KVStore:
 
     def plan(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         """The transfers of a step: the loads added since the last one, and where its tokens are saved."""
+        self.planner.num_prompts = sum(span.num_tokens > 1 for span in spans)
         for span in spans:
             if (request := self.requests.by_id.get(span.request_id)) is not None:
                 self.prefetcher.start(request)

@@ -141,6 +141,17 @@ def test_invariant_1_the_head_is_computed_while_the_tail_is_read(slow, plain):
     assert counters(slow.engine)["split_prefills"] == 1
 
 
+def test_what_others_compute_meanwhile_leaves_it_less_of_the_head(slow):
+    slow.never_stalls()
+    beside = slow.engine.submit(tokens(2, 200), greedy(1))
+    handle = slow.submit()
+    slow.engine.step()
+    request = slow.engine.loop.scheduler.roster.requests[handle.request_id]
+    assert request.ask_at == 160, "240 with nobody beside it: now a block is computed while two are read"
+    slow.finish(handle)
+    assert beside.done and slow.planner.num_prompts == 0
+
+
 def test_others_run_while_it_waits_for_the_tail(slow, plain):
     handle = slow.submit()
     slow.engine.step()

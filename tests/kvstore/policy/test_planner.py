@@ -98,6 +98,17 @@ def test_what_comes_from_the_remote_tier_is_weighed_by_its_own_rate(remote_s, wa
     assert made.choose(1000, 1000).way is Way.LOAD, "from disk"
 
 
+def test_prompts_that_are_computed_at_the_same_time_share_the_rate():
+    made = with_disk(0.01, 0.01)
+    made.num_prompts = 1
+    assert made.choose(100, 100).num_blocks == 34, "it computes a block while two are read"
+    assert made.choose(100, 100, is_open=True).num_blocks == 50, "it is the one that is computed"
+    assert not planner(1e5, 10_000).should_load(1000)
+    beside = planner(1e5, 10_000)
+    beside.num_prompts = 9
+    assert beside.should_load(1000)
+
+
 def test_a_read_that_takes_long_is_expected_to_go_on():
     made = with_disk(0.001, 0.01)
     assert made.choose(100, 100, stalled_s=0.002).way is Way.LOAD
