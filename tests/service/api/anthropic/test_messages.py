@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.engines import chain_of
 from tests.support.faults import before_each_step
-from tests.support.service.server_process import launched
 from tests.support.service.serving import KEY, server_fixture, serving
 from tests.support.service.talking import WRONG, Stream
 from tests.support.thinking import THINKING, THOUGHT, as_asked
@@ -193,27 +192,6 @@ def test_count_tokens_is_the_prompt(client):
     assert counted.input_tokens == prompt_tokens(client.messages.create(**asked, max_tokens=1).usage)
     long = client.messages.count_tokens(model=MODEL, messages=said("word " * 5000))
     assert long.input_tokens > 5000, "also of what no window holds"
-
-
-def test_a_history_hits_after_kill_9(tmp_path):
-    """Calls as other JSON, from a client that has no session."""
-    asked, forced = said("What is the weather in Rome? " * 4), {"type": "tool", "name": "weather"}
-    store = tmp_path / "store"
-    with launched(store) as server, anthropic.Anthropic(base_url=url_of(server), api_key=KEY) as client:
-        first = must_call(client, asked, tool_choice=forced)
-        server.flush()
-        second = must_call(client, [*asked, *rounds(first)], tool_choice=forced)
-        server.kill()  # what was told is durable
-    with launched(store) as server, anthropic.Anthropic(base_url=url_of(server), api_key=KEY) as client:
-        third = ask(client, [*asked, *rounds(first), *rounds(second)], max_tokens=4)
-        assert prompt_tokens(third.usage) - prompt_tokens(second.usage) > second.usage.output_tokens
-        assert third.usage.cache_read_input_tokens >= blocks_of(first)
-        told = third.usage.cached_tokens_details
-        assert told["disk"] + told["cpu"] + told["hbm"] == third.usage.cache_read_input_tokens
-
-
-def url_of(server) -> str:
-    return f"http://127.0.0.1:{server.hosts[1]}"
 
 
 # -- thinking ----------------------------------------------------------------------------------------------------------
