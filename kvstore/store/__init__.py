@@ -6,7 +6,8 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `contents`: what is on disk, and what leaves it: evicted, deleted or lost; what a believed tier is thought to have;
   deletions that a tier has not confirmed
 - `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
-  scheduled; deletion by request, and eviction by hand
+  scheduled
+- `deletion`: by request, with all that was computed after it; eviction by hand
 - `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
   reads, and what is read ahead for it

@@ -36,11 +36,10 @@ from kvstore.remote.redis_blocks import RedisBlocks
 from kvstore.stats import MOST_LOSSES, Losses, StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
-from kvstore.store.parts import DataPlane, StoreParts
 from kvstore.store.progress import StoreProgress
 from kvstore.store.remote import RemoteSource
 from kvstore.store.stored import Identity, TierReads
-from kvstore.store.tiered import TieredConnector
+from kvstore.store.tiered import DataPlane, StoreParts, TieredConnector
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import BlockTier
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits

@@ -1,31 +1,30 @@
 """KVStore: what is in the CPU tier and on disk, and everything in flight between them.
 
 The control plane of the tiers: requests, steps, splices, evictions; and what a request may load when it is scheduled,
-what is worth waiting for, what it computes instead; deletion of blocks with all that was computed after them, which
-leaves no bytes in the arena, and eviction by hand. One thread at a time; worker threads are polled.
+what is worth waiting for, what it computes instead. One thread at a time; worker threads are polled.
 Knows arena blocks and ids, but no tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.blocks.records import Evict, Evicted, Loss, TransferPlan, Transferred
+from kvstore.blocks.records import Loss, TransferPlan, Transferred
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.contents import BelievedContents
+from kvstore.store.deletion import Deletion
 from kvstore.store.progress import Stage
 from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Prefetcher, Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
-from kvstore.store.seam import Lookup, Match, StepSpan
+from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
 from kvstore.store.stored import ChainContent, Identity, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
@@ -36,85 +35,6 @@ TRIED_BLOCKS = 16  # are read although computing is better: the disk may have be
 TRIED_SHARE = 4  # at most one second in this many is spent on such reads
 _MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
 HINT_S = 30.0  # how long blocks that were read on a hint are preferred to others
-
-
-@dataclass(eq=False)
-class Deletion:
-    """disk, remote: None without such a tier. being_filled: arena blocks whose blocks have no id yet."""
-
-    _cpu: CpuTier
-    _disk: WriteBack | None
-    _steering: Steering
-    _stats: StoreStats
-    _block_bytes: int
-    _being_filled: Callable[[], Iterable[int]]
-    _remote: RemoteBlocks | None = None
-
-    def __post_init__(self) -> None:
-        self._to_erase: set[int] = set()  # deleted arena blocks that were still held
-
-    def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
-        """Delete these blocks from the CPU tier, the write queue and the disk, and their bytes from the arena; with all
-        that was computed after them, such as turns that were never stored, or answers cut by a stop string.
-
-        They are gone from disk when `is_forgotten`. Blocks in use in the CPU tier can no longer be found, and are
-        erased when released. Returns all deleted blocks.
-        """
-        doomed = (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
-        self._stats.forgotten += len(doomed)
-        self._to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
-        self._to_erase.update(self._being_filled())
-        if self._disk is not None:
-            self._disk.space.delete(doomed)
-        for block_id in reversed(doomed):
-            self._cpu.forget(block_id)
-        if self._remote is not None:
-            self._remote.forget(doomed)
-        self._steering.forget(doomed)
-        self._stats.losses.note("deleted", None, *doomed)
-        self._erase()
-        return set(doomed)
-
-    def poll(self) -> None:
-        """Erase what could not be erased at once."""
-        if self._to_erase:
-            self._erase()
-
-    def _erase(self) -> None:
-        """Overwrite deleted arena blocks that nobody holds any more."""
-        self._cpu.erase_stale()
-        self._to_erase = {one for one in self._to_erase if not self._cpu.pool.is_free(one)}
-
-    def is_forgotten(self, block_ids: set[BlockId]) -> bool:
-        """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""
-        if self._remote is not None and self._remote.deletes.has_some(block_ids):
-            return False
-        return self._disk is None or not self._disk.contents.removing.has_some(block_ids)
-
-    def cannot_forget(self, block_ids: set[BlockId]) -> bool:
-        """Whether a tier cannot delete these at the moment. It tries again later."""
-        if self._remote is not None and self._remote.degraded and self._remote.deletes.has_some(block_ids):
-            return True
-        return self._disk is not None and self._disk.cannot_delete(block_ids)
-
-    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        """Evict matching blocks from CPU and disk; with dry_run only count them. Also returns their ids."""
-        in_cpu = self._cpu.select(what, self._block_bytes)
-        found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)}
-        chosen = set(in_cpu)
-        for block_id in () if what.dry_run else in_cpu:
-            self._cpu.forget(block_id)
-        if self._disk is not None:
-            on_disk, found["disk"] = self._disk.space.select(what)
-            chosen.update(on_disk)
-            if not what.dry_run:
-                self._disk.space.delete(on_disk)
-        if not what.dry_run:
-            self._stats.losses.note("evicted", "cpu" if self._disk is None else "disk", *chosen, why="by hand")
-            if self._remote is not None:
-                self._remote.evicted(chosen)
-            self._cpu.erase_stale()
-        return found, frozenset(chosen)
 
 
 def choose(request: Tracked, planner: Planner, reads: TierReads | None) -> LoadChoice:
@@ -213,15 +133,6 @@ class Matcher:
         tail = Tracked(request.chain, request.tokens, request.lineage, request.tenant, wanted=is_asked)
         self._requests.hold(tail, max(wanted.front, wanted.back - TRIED_BLOCKS), wanted.back)
         self._prefetcher.read_as_hint(tail)
-
-
-class Transfers(Protocol):
-    """The part of the data plane that the store polls."""
-
-    @property
-    def can_save(self) -> bool: ...
-
-    def completed(self) -> list[Transferred]: ...
 
 
 class KVStore:

@@ -18,7 +18,7 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.control_plane import Deletion
+from kvstore.store.deletion import Deletion
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.work import WriteDone
 from kvstore.tiers.worker import TierWorker

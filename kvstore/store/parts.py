@@ -5,44 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from kvstore.blocks.holdings import Holdings
-from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.tier import DiskTier
-from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
-from kvstore.stats import Histogram, StoreStats
-from kvstore.store.control_plane import Deletion, KVStore, Transfers
+from kvstore.stats import StoreStats
 from kvstore.store.history import Learned
 from kvstore.store.progress import Fence, Stage, StoreProgress
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.worker import TierWorker
 
-if TYPE_CHECKING:
-    import torch
-
 DRAIN_S = 5.0  # how long to wait for work in flight when the store is closed
-
-
-class DataPlane(Transfers, Protocol):
-    """Moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
-
-    load_seconds: Histogram
-
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
-
-    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
-
-    def wait_for_layer(self, layer: int) -> None: ...
-
-    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
-
-    def end(self, succeeded: bool = True) -> SaveFence | None: ...
-
-    def close(self) -> None: ...
 
 
 class ControlPlane(Protocol):
@@ -51,7 +26,6 @@ class ControlPlane(Protocol):
     stats: StoreStats
     steering: Steering
     planner: Planner
-    deletion: Deletion
 
     @property
     def disk(self) -> WriteBack | None: ...
@@ -134,19 +108,3 @@ class DiskParts(Generic[S]):
             self.disk.close()
         if self.directory is not None and ended:  # else a write is stuck, and nobody may open the file until it ends
             self.directory.close()
-
-
-@dataclass(frozen=True, slots=True)
-class StoreParts(DiskParts[KVStore]):
-    """The parts of a store with memory between HBM and the disk. They end like DiskParts, `transfer` before and `arena`
-    after those.
-    """
-
-    secret: bytes
-    cpu: CpuTier
-    arena: Any  # a `kvstore.memory.transfer.Arena`
-    transfer: DataPlane
-    holdings: Holdings | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        return {**DiskParts.as_dict(self), "load_seconds": self.transfer.load_seconds.as_dict()}

@@ -226,7 +226,7 @@ class RemoteBlocks:
 
     def offer(self, request: Tracked) -> None:
         """A request has ended: share what is stored of its chain."""
-        self.stores.offer(request, self.contents.contains)
+        self.stores.offer(request, request.turn_starts, self.contents.contains)
 
     def is_asking(self, request: Tracked, is_next: bool) -> bool:
         """Whether a request waits to hear what is there, or for another server to compute it. is_next: it could be

@@ -7,7 +7,7 @@ is offered whenever one of its requests ends, so what was dropped once is stored
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -15,8 +15,7 @@ from itertools import count
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import ArenaBlockState, CpuTier
-from kvstore.store.requests import Tracked
-from kvstore.store.stored import StoredBlocks
+from kvstore.store.stored import ChainContent, StoredBlocks
 from kvstore.tiers.port import Chain, WriteJob, chain_batch_blocks
 from kvstore.tiers.work import WriteDone
 from kvstore.tiers.worker import TierWorker
@@ -31,7 +30,7 @@ LENT_SHARE = 8  # without a disk, at most one in so many arena blocks is lent to
 class Offer:
     """Blocks [next, end) of a chain that are to be stored."""
 
-    request: Tracked
+    content: ChainContent
     chain: Chain
     next: int
     end: int
@@ -65,19 +64,19 @@ class RemoteStores:
         self._block_bytes = self._view(0).nbytes
         self._batch_blocks = chain_batch_blocks(self._block_bytes)
 
-    def offer(self, request: Tracked, is_known: Callable[[BlockId], bool]) -> None:
-        """Offer a request's chain, from the first block on that is not known to be there."""
+    def offer(self, content: ChainContent, turn_starts: Sequence[int], is_known: Callable[[BlockId], bool]) -> None:
+        """Offer a chain, from the first block on that is not known to be there. turn_starts: in tokens."""
         size = self._stored.block_size
-        end = min(len(request.chain), len(request.tokens) // (4 * size))
-        first = next((i for i, one in enumerate(request.chain[:end]) if not is_known(one)), end)
+        end = min(len(content.chain), len(content.tokens) // (4 * size))
+        first = next((i for i, one in enumerate(content.chain[:end]) if not is_known(one)), end)
         if first == end:
             return
         if len(self._offers) >= MOST_OFFERS:
             self.num_dropped += end - first
             return
-        ends = tuple(start // size for start in request.turn_starts)
-        chain = Chain(request.lineage.root, tuple(request.chain[:end]), ends)
-        self._offers.append(Offer(request, chain, first, end, self._clock() + OFFER_S))
+        ends = tuple(start // size for start in turn_starts)
+        chain = Chain(content.lineage.root, tuple(content.chain[:end]), ends)
+        self._offers.append(Offer(content, chain, first, end, self._clock() + OFFER_S))
 
     def pump(self) -> None:
         """Hand over as much as the tier takes now. Called once per poll."""
@@ -95,8 +94,8 @@ class RemoteStores:
         is_over, size = False, self._block_bytes
         while offer.next < end:
             index = offer.next
-            record = self._stored.record(offer.request, index)
-            source = self._stored.arena_block_of(offer.request, index)
+            record = self._stored.record(offer.content, index)
+            source = self._stored.arena_block_of(offer.content, index)
             if self._read is not None and self._stored.is_on_disk(record.block_id):
                 jobs.append(WriteJob(number, record, size, partial(self._from_disk, record), index))
             elif self._read is None and source is not None and self._cpu.state(source) is ArenaBlockState.READY:

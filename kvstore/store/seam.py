@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.blocks.records import Evict, Evicted
+from kvstore.blocks.records import Evict, Evicted, Transferred
 from kvstore.policy.conversation import Conversation, QueueKey
 
 
@@ -136,3 +136,12 @@ class Upkeep(Protocol):
     def check_integrity(self, idle: bool) -> None:
         """Assert that all counts agree. idle: there are no requests; first waits for what is in flight."""
         return
+
+
+class Transfers(Protocol):
+    """The part of the data plane that the store polls."""
+
+    @property
+    def can_save(self) -> bool: ...
+
+    def completed(self) -> list[Transferred]: ...

@@ -4,19 +4,61 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.blocks.forest import Order
+from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, token_bytes
 from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent
+from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer
-from kvstore.stats import Losses
+from kvstore.stats import Histogram, Losses
+from kvstore.store.control_plane import KVStore
 from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.parts import DRAIN_S, StoreParts
+from kvstore.store.parts import DRAIN_S, DiskParts
 from kvstore.store.requests import tracked
-from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
+from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Transfers, Upkeep
 from kvstore.store.stored import ChainContent
 from kvstore.store.upkeep import TieredUpkeep
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DataPlane(Transfers, Protocol):
+    """Moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
+
+    load_seconds: Histogram
+
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+
+    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
+
+    def wait_for_layer(self, layer: int) -> None: ...
+
+    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
+
+    def end(self, succeeded: bool = True) -> SaveFence | None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParts(DiskParts[KVStore]):
+    """The parts of a store with memory between HBM and the disk. They end like DiskParts, `transfer` before and `arena`
+    after those.
+    """
+
+    secret: bytes
+    cpu: CpuTier
+    arena: Any  # a `kvstore.memory.transfer.Arena`
+    transfer: DataPlane
+    holdings: Holdings | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        return {**DiskParts.as_dict(self), "load_seconds": self.transfer.load_seconds.as_dict()}
 
 
 class TieredConnector:

@@ -358,7 +358,7 @@ class Stores(RemoteStores):
 
     def offered(self, num_blocks: int, num_known: int = 0, stored: bool = True):
         request = self.bench.request(num_blocks, stored=stored)
-        self.offer(request, set(request.chain[:num_known]).__contains__)
+        self.offer(request, request.turn_starts, set(request.chain[:num_known]).__contains__)
         return request
 
     def move(self) -> list[bytes]:
@@ -426,9 +426,9 @@ def test_what_a_store_refuses_is_counted_and_offered_again(stores):
     assert stores.move() == []
     assert stores.num_dropped == 3 and stores.is_drained
     for _ in range(MOST_OFFERS):
-        stores.offer(request, lambda block_id: False)
+        stores.offer(request, (), lambda block_id: False)
     assert stores.num_dropped == 3
-    stores.offer(request, lambda block_id: False)
+    stores.offer(request, (), lambda block_id: False)
     assert stores.num_dropped == 6, "there are enough"
     assert stores.is_drained, "nothing can be done now"
 
