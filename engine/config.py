@@ -103,16 +103,18 @@ class EngineConfig:
     )
     session_store: str | None = setting(
         None, REDIS,
-        "Redis in which several servers share sessions: redis://host:6379/0; needs the fleet's secret",
+        "Redis in which several servers share sessions: redis://host:6379/0, redis+sentinel://host,host/SERVICE or "
+        "redis+cluster://host,host; needs the fleet's secret",
         shown="this server's own",
     )  # fmt: skip
     session_durability: str = setting(
         "always", one_of(*SESSION_DURABILITIES),
         "what that Redis must promise of a stored turn: always, everysec (a second may be lost) or unchecked",
     )  # fmt: skip
-    session_replicas: int = setting(
-        0, whole(0, 16), "replicas of that Redis that must have a turn before it is acknowledged"
-    )
+    session_replicas: int | None = setting(
+        None, whole(0, 16), "replicas of that Redis that must have a turn before it is acknowledged",
+        shown="1 that is connected, with Sentinel or a Cluster; else 0",
+    )  # fmt: skip
     tensor_parallel_size: int = setting(1, whole(1, 64), "processes that share each layer's weights and KV heads")
     pipeline_parallel_size: int = setting(1, whole(1, 64), "processes, or groups of them, that share the layers")
     distributed_executor: str = setting(

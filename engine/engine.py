@@ -38,7 +38,6 @@ from kvstore.engine.text.response_template import choose_template
 from kvstore.errors import KVStoreError, RemoteError, StoreLockedError, StoreLostError
 from kvstore.sessions.answers import open_answers
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.shared.opening import open_shared_sessions
 from kvstore.sessions.store import SessionStore, open_sessions
 
 T = TypeVar("T")
@@ -116,7 +115,7 @@ class Engine:
         kv_events_topic: str | None = None,
         session_store: str | None = None,
         session_durability: str = "always",
-        session_replicas: int = 0,
+        session_replicas: int | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         distributed_executor: str = "here",
@@ -143,8 +142,11 @@ class Engine:
             directory = hold() if process == "here" else open_waiting_for_lock(hold)
             if directory is not None:
                 opened.callback(directory.close)
-            shared = open_shared_sessions(config.shared_sessions(), directory)
-            if shared is not None:
+            shared = None
+            if (sharing := config.shared_sessions()) is not None:
+                from kvstore.sessions.shared.opening import open_shared_sessions  # redis-py: half a second to import
+
+                shared = open_shared_sessions(sharing, directory)
                 opened.callback(shared.close)
             self.core: Core
             if process == "here":

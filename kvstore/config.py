@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.remote.address import parse_prefill_url, parse_redis_url
+from kvstore.remote.address import parse_prefill_url
 from kvstore.remote.names import fleet_secret
 from kvstore.remote.object_address import parse_remote_url
+from kvstore.sessions.shared.address import parse_session_url
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 MAX_SAVE_BYTES = 512 << 20  # of activations that a CUDA device keeps until they are saved
@@ -193,7 +194,7 @@ SWITCH = ValueForm(
 TEXT = ValueForm(parse=_plain, accepts="text in this terminal's encoding")
 PLACE = ValueForm(parse=_place, accepts="a text, or leave it out", is_place=True)
 FILE = ValueForm(parse=_path, accepts="a file", types=(str, Path), is_place=True)
-REDIS = checked(parse_redis_url)
+REDIS = checked(parse_session_url)
 DIRECTORY = ValueForm("DIR", _directory, "the directory of the store", types=(str, Path), is_place=True)
 
 
@@ -231,11 +232,13 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 # -- configurations --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class SharedSessions:
-    """Sessions that several servers share. url: of their Redis. durability, num_replicas: what it must promise."""
+    """Sessions that several servers share. url: of their Redis. durability, num_replicas: what it must promise, as in
+    `kvstore.sessions.shared.server.Durability`.
+    """
 
     url: str
     durability: str = "always"
-    num_replicas: int = 0
+    num_replicas: int | None = None
     fleet_secret_file: str | Path | None = None
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvstore.admin.commands import read_arguments, session_info, transcript
 from kvstore.errors import ConfigError, StoreError
-from kvstore.remote.address import parse_redis_url
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared.address import parse_session_url
 from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability
 from kvstore.sessions.store import SessionStore
@@ -24,7 +24,7 @@ def ask_shared(url: str, command: str, arguments: dict[str, Any]) -> Mapping[str
     if command == "sessions.accept_loss":
         why = "--session-store does not tell which sessions were lost"
         raise ConfigError(f"{why}; give --store of a server that runs and shared them")
-    shared = open_shared(parse_redis_url(url, "--session-store"), Durability("unchecked"), None, None)
+    shared = open_shared(parse_session_url(url, "--session-store"), Durability("unchecked"), None, None)
     with closing(SessionStore(None, shared=shared)) as sessions:
         if command == "sessions":
             return {"sessions": [session_info(head) for head in sessions.list(request.tenant, request.limit)]}

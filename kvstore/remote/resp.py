@@ -90,7 +90,7 @@ class RespClient:
 
     # -- connecting --------------------------------------------------------------------------------------------------
     @property
-    def is_connected(self) -> bool:
+    def _is_connected(self) -> bool:
         """Whether there is a connection with nothing to read: unasked bytes are its end, or garbage."""
         if self._socket is None or not self._replies.is_empty:
             return False
@@ -104,7 +104,7 @@ class RespClient:
         return False
 
     def _connect(self) -> None:
-        if self.is_connected:
+        if self._is_connected:
             return
         self.close()
         at, left_s = self.address, max(self._deadline_s - time.monotonic(), 0.001)

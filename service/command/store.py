@@ -30,8 +30,8 @@ SILENCE_S = 10.0  # an owner that works sends a sign of life every second
 
 
 SESSION_STORE = Option(
-    "--session-store", PLACE, None, "Redis in which servers share sessions, redis://host:6379/0",
-    "those of --store",
+    "--session-store", PLACE, None,
+    "Redis in which servers share sessions: redis://, redis+sentinel:// or redis+cluster://", "those of --store",
 )  # fmt: skip
 TENANT = Option("--tenant", TEXT, "", "whose session", shown="the one without a name")
 CONDITIONS = (

@@ -5,8 +5,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,8 @@ import pytest
 from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient
+from kvstore.sessions.shared.address import SessionAddress
+from kvstore.sessions.shared.connection import RefusedReply, SessionConnection
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 PORTS = range(10_000, 32_000)  # below those that the kernel gives to whoever wants just any
@@ -109,12 +111,15 @@ class RedisServer:
         return RespClient(RedisAddress("127.0.0.1", self.port, **more), TIMEOUT_S)  # type: ignore[arg-type]
 
     def ask(self, *command: str | bytes | int) -> object:
-        """By a connection of its own."""
-        client = self.client()
+        """By a connection of its own. Raises RemoteError also if the server answers with an error."""
+        client = SessionConnection(SessionAddress((RedisAddress("127.0.0.1", self.port),)), b"")
         try:
-            return client.call(*command)
+            (reply,) = client.pipeline([command], TIMEOUT_S)
         finally:
             client.close()
+        if isinstance(reply, RefusedReply):
+            raise RemoteError(reply)
+        return reply
 
     def names(self) -> list[bytes]:
         return self.ask("KEYS", "*")  # type: ignore[return-value]
@@ -132,13 +137,39 @@ class RedisServer:
             return False
 
 
+class SentinelServer(RedisServer):
+    """Knows one Redis, and lets a replica of it take over as soon as it has not answered for a moment."""
+
+    def __init__(self, folder: Path, primary: RedisServer) -> None:
+        self.port, self.scheme, config = free_port(), "redis", folder / "sentinel.conf"
+        config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor sessions 127.0.0.1 {primary.port} 1\n"
+            "sentinel down-after-milliseconds sessions 500\n"
+        )
+        self._command = [primary._command[0], str(config), "--sentinel"]
+        self.start()
+
+
+def certificate(folder: Path) -> tuple[str, str]:
+    """For 127.0.0.1, signed by itself."""
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
+        capture_output=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return cert, key
+
+
 @contextmanager
 def no_answer_after(seconds: float) -> Iterator[None]:
     """In here whoever asks a Redis gives up so soon, also on a connection that it had before."""
-    pipeline = RespClient.pipeline
 
-    def hasty(client: RespClient, commands: Sequence[Any], into: Sequence[Any] = (), _: float | None = None, **__: Any):
-        return pipeline(client, commands, into, seconds)
+    def hasty(pipeline: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda client, commands, *into, **_: pipeline(client, commands, *into[:1], timeout_s=seconds)
 
-    with mock.patch.object(RespClient, "pipeline", hasty):
+    with ExitStack() as patched:
+        for kind in (RespClient, SessionConnection):
+            patched.enter_context(mock.patch.object(kind, "pipeline", hasty(kind.pipeline)))
         yield

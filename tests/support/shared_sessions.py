@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvstore.remote.address import RedisAddress
+from kvstore.sessions.shared.address import SessionAddress
 from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability
 from kvstore.sessions.store import SessionStore
@@ -25,17 +26,18 @@ def secret_file(folder: Path) -> str:
 
 
 def shared_store(
-    redis: RedisServer | int,
+    redis: RedisServer | SessionAddress | int,
     directory: Path | None = None,
     clock: Callable[[], float] | None = None,
     lease_s: float = 10.0,
     secret: bytes = SECRET,
     level: str = "unchecked",
-    num_replicas: int = 0,
+    num_replicas: int | None = None,
 ) -> SessionStore:
-    """redis: or the port of one. directory: of the server's own store."""
-    address = RedisAddress("127.0.0.1", redis if isinstance(redis, int) else redis.port)
-    shared = open_shared(address, Durability(level, num_replicas), secret, directory, lease_s)
+    """redis: or its address, or the port of one. directory: of the server's own store."""
+    if not isinstance(redis, SessionAddress):
+        redis = SessionAddress((RedisAddress("127.0.0.1", redis if isinstance(redis, int) else redis.port),))
+    shared = open_shared(redis, Durability(level, num_replicas), secret, directory, lease_s)
     return SessionStore(None, clock or Clock(), shared=shared)
 
 

@@ -47,7 +47,7 @@ class Fleet(Sharing):
         self._membership.finish(view, number)
 
     def confirm(self, view: SharedView) -> None:
-        if self._server.durability.num_replicas:  # what is written now is on a replica behind all that was before
+        if self._server.num_awaited:  # what is written now is on a replica behind all that was before
             view.put(COUNTERS, CONFIRMED, b"")
 
     def has_missed_deletions(self) -> bool:

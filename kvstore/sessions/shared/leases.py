@@ -17,7 +17,7 @@ from kvstore.errors import RemoteError, SessionBusyError, SessionTakenError
 from kvstore.forks import leave_to_parent
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.server import RefusedError, SessionServer
-from kvstore.sessions.shared.view import SharedView, lease_name
+from kvstore.sessions.shared.view import SharedView
 
 LEASE_S = 10.0  # how long a session stays busy after its server was killed
 GIVE_BACK_S = 0.5  # between tries to give a lease back while Redis cannot be told
@@ -58,7 +58,7 @@ class Leases:
     """
 
     def __init__(self, server: SessionServer, member: str, lease_s: float = LEASE_S) -> None:
-        self._server = server
+        self._server, self._name = server, server.names.lease
         self._lease_ms = int(lease_s * 1000)
         self._member = f"{member}:"
         self._process = f"{member}:{secrets.token_hex(8)}:"
@@ -80,7 +80,16 @@ class Leases:
         lease = Lease(key, f"{self._process}{next(self._numbers)}".encode())
         try:
             (left_ms,) = self._server.ask(
-                ("EVAL", ACQUIRE, 1, lease_name(key), lease.token, self._member, self._process, self._lease_ms)
+                (
+                    "EVAL",
+                    ACQUIRE,
+                    1,
+                    self._server.names.lease(key),
+                    lease.token,
+                    self._member,
+                    self._process,
+                    self._lease_ms,
+                )
             )
         except RefusedError:
             raise
@@ -111,7 +120,7 @@ class Leases:
             self._changed.notify_all()
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        self._server.ask(*(("EVAL", RELEASE, 1, lease_name(one.key), one.token) for one in leases))
+        self._server.ask(*(("EVAL", RELEASE, 1, self._name(one.key), one.token) for one in leases))
 
     def close(self) -> None:
         with self._changed:
@@ -126,7 +135,7 @@ class Leases:
             if self._wait(self._lease_ms / 3000):
                 return
             held = list(self._held.values())
-            commands = [("EVAL", RENEW, 1, lease_name(one.key), one.token, self._lease_ms) for one in held]
+            commands = [("EVAL", RENEW, 1, self._name(one.key), one.token, self._lease_ms) for one in held]
             with suppress(RemoteError):  # the next round tries again; the commit finds out
                 if commands:
                     self._server.ask(*commands)

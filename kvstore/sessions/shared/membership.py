@@ -14,11 +14,10 @@ from kvstore.disk import check as disk_check
 from kvstore.sessions import tables
 from kvstore.sessions.record import Tombstone
 from kvstore.sessions.shared.server import SessionServer
-from kvstore.sessions.shared.view import PREFIX, SharedView
+from kvstore.sessions.shared.view import SharedView
 from kvstore.sessions.tables import TOMBSTONES, be64
 
 FILE_NAME = "shared-sessions.id"
-MEMBERS = PREFIX + b"members"  # member -> the last deletion that it has carried out, and when it was seen
 AWAY_S = 7 * 24 * 3600.0  # after which a member is not waited for any more
 MAX_DELETIONS = 10_000  # looked at together
 NAME_BYTES, MEMBER_BYTES = 16, 8
@@ -55,10 +54,13 @@ class MemberIdentity:
 
 
 class Membership:
-    """One server's membership. One thread calls `renew` and `finish`."""
+    """One server's membership. One thread calls `renew` and `finish`.
+
+    In Redis, a hash has for each member the last deletion that it has carried out, and when it was seen.
+    """
 
     def __init__(self, server: SessionServer, identity: MemberIdentity) -> None:
-        self._server = server
+        self._server, self._members = server, server.names.members
         self._member = identity.member
         self._was_member = identity.name is not None
         self._carried = 0  # all deletions up to this number
@@ -66,12 +68,12 @@ class Membership:
 
     def has_missed_deletions(self) -> bool:
         """Whether it was a member and no longer is one, so that deletions were not kept for it. Raises RemoteError."""
-        (record,) = self._server.ask(("HGET", MEMBERS, self._member))
+        (record,) = self._server.ask(("HGET", self._members, self._member))
         return record is None and self._was_member
 
     def renew(self, view: SharedView) -> None:
         """Say that this server is running. If it was no member, it becomes one, for deletions from now on."""
-        (record,) = self._server.ask(("HGET", MEMBERS, self._member))
+        (record,) = self._server.ask(("HGET", self._members, self._member))
         if record is None:
             self._carried = tables.last_number(view, tables.DELETION)
         else:
@@ -101,20 +103,20 @@ class Membership:
                 view.delete(TOMBSTONES, be64(one))
 
     def num_members(self) -> int:
-        (count,) = self._server.ask(("HLEN", MEMBERS))
+        (count,) = self._server.ask(("HLEN", self._members))
         return count if isinstance(count, int) else 0
 
     def _say(self) -> None:
-        self._server.ask(("HSET", MEMBERS, self._member, f"{self._carried} {time.time():.0f}"))
+        self._server.ask(("HSET", self._members, self._member, f"{self._carried} {time.time():.0f}"))
 
     def _least_carried(self) -> int:
         """The last deletion that all members have carried out. Removes members that were away for too long."""
-        (reply,) = self._server.ask(("HGETALL", MEMBERS))
+        (reply,) = self._server.ask(("HGETALL", self._members))
         flat = reply if isinstance(reply, list) else []
         records = {member: _record_of(record) for member, record in zip(flat[::2], flat[1::2], strict=True)}
         gone = [member for member, (_, seen_s) in records.items() if seen_s < time.time() - AWAY_S]
         if gone:
-            self._server.ask(("HDEL", MEMBERS, *gone))  # type: ignore[arg-type]
+            self._server.ask(("HDEL", self._members, *gone))  # type: ignore[arg-type]
         return min(carried for member, (carried, _) in records.items() if member not in gone)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from kvstore.config import SharedSessions
 from kvstore.disk.directory import StoreDirectory
 from kvstore.errors import ConfigError, StoreError
-from kvstore.remote.address import RedisAddress, parse_redis_url
 from kvstore.remote.names import fleet_secret
+from kvstore.sessions.shared.address import SessionAddress, parse_session_url
 from kvstore.sessions.shared.fleet import Fleet
 from kvstore.sessions.shared.leases import LEASE_S
 from kvstore.sessions.shared.membership import MemberIdentity
@@ -18,11 +18,9 @@ from kvstore.sessions.shared.storage import SharedTables
 from kvstore.sessions.store import SessionStore
 
 
-def open_shared_sessions(settings: SharedSessions | None, directory: StoreDirectory | None) -> SessionStore | None:
-    """A server's shared sessions; None if it shares none. Raises ConfigError, and as `open_shared`."""
-    if settings is None:
-        return None
-    address = parse_redis_url(settings.url, "session_store")
+def open_shared_sessions(settings: SharedSessions, directory: StoreDirectory | None) -> SessionStore:
+    """A server's shared sessions. Raises ConfigError, and as `open_shared`."""
+    address = parse_session_url(settings.url)
     secret = fleet_secret(settings.fleet_secret_file).derived("shared sessions")
     durability = Durability(settings.durability, settings.num_replicas)
     place = None if directory is None else directory.path
@@ -30,7 +28,7 @@ def open_shared_sessions(settings: SharedSessions | None, directory: StoreDirect
 
 
 def open_shared(
-    address: RedisAddress,
+    address: SessionAddress,
     durability: Durability,
     fleet_secret: bytes | None,
     directory: Path | None,

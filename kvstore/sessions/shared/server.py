@@ -11,12 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import redis
+
 from kvstore.config import SESSION_DURABILITIES
 from kvstore.errors import RemoteError
 from kvstore.forks import leave_to_parent
-from kvstore.remote.address import RedisAddress
-from kvstore.remote.resp import Arg, RespClient
-from kvstore.remote.resp_replies import ErrorReply, Reply
+from kvstore.sessions.shared.address import SessionAddress
+from kvstore.sessions.shared.connection import Arg, RefusedReply, Reply, SessionConnection
+from kvstore.sessions.shared.names import Names
 
 ANSWER_S = 3.0  # that one pipeline may take
 OUTAGE_S = 5.0  # that a commit waits for a Redis which has gone away: a restart takes less
@@ -30,6 +32,7 @@ PERSISTENCE: dict[str, dict[str, tuple[str, ...]]] = {  # what is asked for: the
 }
 assert tuple(PERSISTENCE) == SESSION_DURABILITIES
 PASSING = {"LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN"}  # codes of errors that end by themselves
+MOVED = {"READONLY", "MOVED", "ASK", "CLUSTERDOWN"}  # and of those that end where another Redis is asked
 Command = Sequence[Arg]
 
 
@@ -43,20 +46,23 @@ class UnfitError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """When a turn counts as stored. level: of `PERSISTENCE`; num_replicas: of Redis, that must have it, too."""
+    """When a turn counts as stored. level: of `PERSISTENCE`. num_replicas: of Redis, that must have it, too; None: one,
+    where there is one and it may take over by itself.
+    """
 
     level: str = "always"
-    num_replicas: int = 0
+    num_replicas: int | None = None
 
 
 class SessionServer:
     """Any thread may ask; each call has a connection of its own. Every failure is a RemoteError, and is counted."""
 
-    def __init__(self, address: RedisAddress, durability: Durability) -> None:
-        self.address, self.durability = address, durability
+    def __init__(self, address: SessionAddress, durability: Durability) -> None:
+        self.address, self.durability, self.names = address, durability, Names.of(address.is_cluster)
         self.num_failures = 0
+        self._num_replicas: int | None = None  # that were connected when this was last said
         self._lock = threading.Lock()
-        self._idle: list[RespClient] = []
+        self._idle: list[SessionConnection] = []
         self._quiet_until_s = 0.0  # monotonic
         self._failing_since_s: float | None = None
         self._said = ""
@@ -77,12 +83,12 @@ class SessionServer:
                 raise RemoteError(f"{self.address}: the session store is closed")
             if time.monotonic() < self._quiet_until_s:
                 raise RemoteError(f"{self.address} did not answer a moment ago")
-            client = self._idle.pop() if self._idle else RespClient(self.address, ANSWER_S)
+            client = self._idle.pop() if self._idle else SessionConnection(self.address, self.names.prefix)
         try:
             if not client.is_connected:
                 self._connect(client)
-            replies = client.pipeline(commands)
-            self._refuse_errors(replies)
+            replies = client.pipeline(commands, timeout_s=ANSWER_S)
+            self._refuse_errors(client, replies)
         except RemoteError as error:
             self._note_failure(error)
             raise
@@ -111,28 +117,32 @@ class SessionServer:
             client.close()
 
     # -- connections -------------------------------------------------------------------------------------------------
-    def _give_back(self, client: RespClient) -> None:
+    def _give_back(self, client: SessionConnection) -> None:
         with self._lock:
             if not self._is_closed:
                 self._idle.append(client)
                 return
         client.close()
 
-    def _connect(self, client: RespClient) -> None:
+    def _connect(self, client: SessionConnection) -> None:
         """A connection to a Redis that is fit for sessions. Raises RemoteError: UnfitError where it is not."""
         asked = [("CONFIG", "GET", name) for name in PERSISTENCE[self.durability.level]]
-        about, *settings = client.pipeline([("INFO",), *asked])
+        about, *settings = client.pipeline([("INFO",), *asked], timeout_s=ANSWER_S)
         wrong = self._why_not(about, settings)
         if wrong is not None:
             client.close()
-            is_replica = facts_of(about).get("role") == "slave"  # perhaps only until a failover has ended
-            raise (RefusedError if is_replica else UnfitError)(wrong)
+            if facts_of(about).get("role") != "slave":
+                raise UnfitError(wrong)
+            raise (RemoteError if self.address.follows else RefusedError)(wrong)  # until a failover has ended
+        self.note_replicas(about)
 
     def _why_not(self, about: Reply, settings: Sequence[Reply]) -> str | None:
         """Why this Redis is unfit for sessions, and the remedy; None if it is fit."""
         facts = facts_of(about)
         if facts.get("role", "master") != "master":
             return f"{self.address} is a replica; give the address of its primary"
+        if facts.get("cluster_enabled") == "1" and not self.address.is_cluster:
+            return f"{self.address} is part of a Redis Cluster; give redis+cluster:// with some of its hosts"
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             return (
@@ -141,7 +151,7 @@ class SessionServer:
             )
         for (name, accepted), reply in zip(PERSISTENCE[self.durability.level].items(), settings, strict=True):
             if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], bytes):
-                said = f": {reply.message}" if isinstance(reply, ErrorReply) else ""
+                said = f": {reply}" if isinstance(reply, RefusedReply) else ""
                 return (
                     f"{self.address} does not tell its {name}{said}; allow CONFIG GET to this user, or "
                     "--session-durability unchecked where you have made sure of it"
@@ -154,11 +164,34 @@ class SessionServer:
                 )
         return None
 
-    def _refuse_errors(self, replies: Sequence[Reply]) -> None:
+    def _refuse_errors(self, client: SessionConnection, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            if isinstance(reply, ErrorReply):
-                kind = RemoteError if reply.code in PASSING else RefusedError
-                raise kind(f"{self.address} refused: {reply.message}")
+            if isinstance(reply, RefusedReply):
+                if reply.code in MOVED:
+                    client.close()
+                kind = RemoteError if reply.code in PASSING | MOVED else RefusedError
+                raise kind(f"{self.address} refused: {reply}")
+
+    # -- replicas ----------------------------------------------------------------------------------------------------
+    @property
+    def num_awaited(self) -> int:
+        """How many replicas must have what is committed."""
+        if self.durability.num_replicas is not None:
+            return self.durability.num_replicas
+        return min(1, self._num_replicas or 0) if self.address.follows else 0
+
+    @property
+    def counts_replicas(self) -> bool:
+        """Whether `note_replicas` is to be told of them at each commit, since it depends on them how many must have
+        it.
+        """
+        return self.durability.num_replicas is None and self.address.follows and self._num_replicas is not None
+
+    def note_replicas(self, info: Reply) -> None:
+        """From INFO's answer: how many there are that have all but what was written just now."""
+        facts = facts_of(info)
+        lines = [value for name, value in facts.items() if name.startswith("slave") and "state=online" in value]
+        self._num_replicas = len(lines) if "connected_slaves" in facts else None
 
     # -- outages -----------------------------------------------------------------------------------------------------
     def _note_failure(self, error: RemoteError) -> None:
@@ -167,7 +200,7 @@ class SessionServer:
             now = time.monotonic()
             if self._failing_since_s is None and not isinstance(error, RefusedError):
                 self._failing_since_s = now
-            if isinstance(error.__cause__, TimeoutError):
+            if isinstance(error.__cause__, TimeoutError | redis.TimeoutError):
                 self._quiet_until_s = now + PAUSE_S
             is_new, self._said = str(error) != self._said, str(error)
         if is_new:

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from kvstore.disk.records import pack, seal
 from kvstore.errors import RemoteError, StoreError, StoreLostError
-from kvstore.remote.resp_replies import Reply
 from kvstore.sessions import tables
+from kvstore.sessions.shared.connection import Reply
 from kvstore.sessions.shared.membership import NAME_BYTES, MemberIdentity
 from kvstore.sessions.shared.server import Command, RefusedError, SessionServer, UnfitError
-from kvstore.sessions.shared.view import COMMIT, PREFIX, SharedView, values_of_table
+from kvstore.sessions.shared.view import COMMIT, SharedView
 from kvstore.sessions.sharing import Alone, Sharing
 from kvstore.sessions.tables import COUNTERS, StaleViewError
 
@@ -45,7 +45,7 @@ class SharedTables:
         self.sharing: Sharing = Alone()  # until the fleet is known
         self.on_close: Callable[[], None] = lambda: None
         self._fleet = None if fleet_secret is None else hmac.digest(fleet_secret, b"kvstore shared sessions", "sha256")
-        self._place = PREFIX + b"commit:" + secrets.token_hex(8).encode()
+        self._place = server.names.prefix + b"commit:" + secrets.token_hex(8).encode()
         self._numbers = count(1)
         self._loss: str | None = None
 
@@ -158,8 +158,8 @@ class SharedTables:
             (last,) = self.server.ask(("GET", self._place))
             if last != number:
                 raise StaleViewError from None
-            if self.server.durability.num_replicas:  # they are asked about what a connection has written itself
-                self._eval(SharedView(self.server.ask), number)
+            if self.server.num_awaited:  # they are asked about what a connection has written itself
+                self._eval(SharedView(self.server.ask, self.server.names), number)
 
     def _view(self) -> SharedView:
         is_named = False
@@ -168,13 +168,13 @@ class SharedTables:
             nonlocal is_named
             if is_named:
                 return self.server.ask(*commands)
-            name, *replies = self.server.ask(("HGET", values_of_table(COUNTERS), NAME), *commands)
+            name, *replies = self.server.ask(("HGET", self.server.names.values(COUNTERS), NAME), *commands)
             self._check_name(name)
             is_named = True
             view.note(COUNTERS, NAME, name if isinstance(name, bytes) else None)
             return replies
 
-        view = SharedView(ask)
+        view = SharedView(ask, self.server.names)
         return view
 
     def _commit(self, view: SharedView, number: bytes) -> None:
@@ -190,27 +190,33 @@ class SharedTables:
             raise StaleViewError
 
     def _eval(self, view: SharedView, number: bytes) -> None:
-        num_replicas = self.server.durability.num_replicas
-        commands: list[Command] = [("EVAL", COMMIT, 2, PREFIX, self._place, *view.script_arguments(number))]
-        if num_replicas:
-            commands.append(("WAIT", num_replicas, WAIT_MS))
-        is_written, *waited = self.server.ask(*commands)
+        server, script = self.server, view.script_arguments(number)
+        commands: list[Command] = [("EVAL", COMMIT, 2, server.names.prefix, self._place, *script)]
+        num_awaited, counts_replicas = server.num_awaited, server.counts_replicas
+        if num_awaited:
+            commands.append(("WAIT", num_awaited, WAIT_MS))
+        if counts_replicas:
+            commands.append(("INFO", "replication"))
+        is_written, *more = server.ask(*commands)
+        if counts_replicas:
+            server.note_replicas(more.pop())
+            num_awaited = min(num_awaited, server.num_awaited)  # none of those that have gone
         if is_written != 1:
             self.num_conflicts += 1
             raise StaleViewError
-        num_have = waited[0] if waited else 0
-        if not isinstance(num_have, int) or num_have < num_replicas:
-            raise RefusedError(f"{self.server.address} has it, but {num_have!r} of {num_replicas} replicas: try again")
+        num_have = more[0] if more else 0
+        if not isinstance(num_have, int) or num_have < num_awaited:
+            raise RefusedError(f"{server.address} has it, but {num_have!r} of {num_awaited} replicas: try again")
 
     def version(self) -> int:
         """Changes with every commit of any server."""
-        (reply,) = self.server.ask(("GET", PREFIX + b"version"))
+        (reply,) = self.server.ask(("GET", self.server.names.version))
         return int(reply) if isinstance(reply, bytes) else 0
 
     def _transact(self, work: Callable[[SharedView], T]) -> T:
         """Run a transaction without comparing the sessions' name."""
         for _ in range(MAX_TRIES):
-            view = SharedView(self.server.ask)
+            view = SharedView(self.server.ask, self.server.names)
             found = work(view)
             try:
                 if view.has_changes:

@@ -14,16 +14,14 @@ from itertools import groupby, islice, takewhile
 from operator import itemgetter
 
 from kvstore.errors import RemoteError
-from kvstore.remote.resp import Arg
-from kvstore.remote.resp_replies import Reply
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared.connection import Arg, Reply
+from kvstore.sessions.shared.names import LEASES, Names
 from kvstore.sessions.shared.server import Command
 from kvstore.sessions.tables import KEYS_ONLY, TABLES, Place, name_key
 
 Ask = Callable[..., list[Reply]]
 Entry = tuple[bytes, bytes | None]
-PREFIX = b"kvstore:sessions:"
-LEASES = "lease"  # * no table: a key of its own for each, as it has an end
 KEYS_AT_ONCE, VALUES_AT_ONCE = 512, 32
 MAX_OWN = 16  # of keys that one transaction takes out below one prefix
 ALL_ONES = b"\xff" * 64  # longer than what follows any prefix
@@ -58,27 +56,15 @@ return 1
 """
 
 
-def keys_of_table(table: str) -> bytes:
-    return values_of_table(table) + b":keys"
-
-
-def values_of_table(table: str) -> bytes:
-    return PREFIX + table.encode()
-
-
-def lease_name(key: SessionKey) -> bytes:
-    return values_of_table(LEASES) + b":" + name_key(key)
-
-
 class SharedView:
-    """A `View`. ask: sends a pipeline to the server.
+    """A `View`. ask: sends a pipeline to the server. names: what its keys are called there.
 
     Records read by their keys are compared at the end; those found by a scan are not. That is enough: whatever changes
     a session changes its head, which is read by its key.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, names: Names) -> None:
+        self._ask, self._names = ask, names
         self._num_asked = 0
         self._read: dict[tuple[str, bytes], bytes | None] = {}
         self._written: defaultdict[str, dict[bytes, bytes | None]] = defaultdict(dict)
@@ -106,12 +92,12 @@ class SharedView:
         return self.get(LEASES, name_key(key))
 
     def count(self, table: str) -> int:
-        (reply,) = self._asked(("ZCARD", keys_of_table(table)))
+        (reply,) = self._asked(("ZCARD", self._names.keys(table)))
         return int(reply)  # type: ignore[arg-type]
 
     def num_bytes(self) -> int:
-        places = [values_of_table(table) for table in TABLES if table not in KEYS_ONLY]
-        places += [keys_of_table(table) for table in TABLES]
+        places = [self._names.values(table) for table in TABLES if table not in KEYS_ONLY]
+        places += [self._names.keys(table) for table in TABLES]
         return sum(size or 0 for size in self._asked(*(("MEMORY", "USAGE", place) for place in places)))  # type: ignore[misc]
 
     def scan(
@@ -131,7 +117,7 @@ class SharedView:
     def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
         found: list[list[bytes]] = []
         for some in _batches(prefixes, KEYS_AT_ONCE):
-            name = keys_of_table(table)
+            name = self._names.keys(table)
             most = limit + MAX_OWN
             asked = [("ZRANGEBYLEX", name, b"[" + one, b"[" + one + ALL_ONES, "LIMIT", 0, most) for one in some]
             found += [_bytes_of(reply) for reply in self._asked(*asked)]
@@ -149,7 +135,7 @@ class SharedView:
         verb = "ZREVRANGEBYLEX" if reverse else "ZRANGEBYLEX"
         while True:
             bounds = (high, low) if reverse else (low, high)
-            (reply,) = self._asked((verb, keys_of_table(table), *bounds, "LIMIT", 0, KEYS_AT_ONCE))
+            (reply,) = self._asked((verb, self._names.keys(table), *bounds, "LIMIT", 0, KEYS_AT_ONCE))
             keys = _bytes_of(reply)
             for some in _batches(keys, VALUES_AT_ONCE):
                 yield from zip(some, self._values(table, some), strict=True)
@@ -161,7 +147,7 @@ class SharedView:
         """The values of these keys; None for those deleted since."""
         if table in KEYS_ONLY:
             return [b""] * len(keys)
-        (reply,) = self._asked(("HMGET", values_of_table(table), *keys))
+        (reply,) = self._asked(("HMGET", self._names.values(table), *keys))
         assert isinstance(reply, list)
         return [value if isinstance(value, bytes) else None for value in reply]
 
@@ -169,11 +155,11 @@ class SharedView:
         commands: list[Command] = []
         for table, key in places:
             if table == LEASES:
-                commands.append(("GET", values_of_table(LEASES) + b":" + key))
+                commands.append(("GET", self._names.leased(key)))
             elif table in KEYS_ONLY:
-                commands.append(("ZSCORE", keys_of_table(table), key))
+                commands.append(("ZSCORE", self._names.keys(table), key))
             else:
-                commands.append(("HGET", values_of_table(table), key))
+                commands.append(("HGET", self._names.values(table), key))
         replies = self._asked(*commands) if commands else []
         return [
             None if reply is None else b"" if table in KEYS_ONLY else bytes(reply)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import socket
-import subprocess
 import threading
 import tracemalloc
 
@@ -15,7 +14,7 @@ from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient, encode
 from kvstore.remote.resp_replies import PART_BYTES, ErrorReply, Landed, Replies
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, certificate
 from tests.support.tcp_proxy import Faults, Proxy
 from tests.support.waiting import TIMEOUT_S
 
@@ -228,18 +227,6 @@ def test_a_forked_child_says_nothing_on_its_parents_connection(client):
 
 
 # -- TLS -------------------------------------------------------------------------------------------------------------
-def certificate(folder) -> tuple[str, str]:
-    """For 127.0.0.1, signed by itself."""
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
-        capture_output=True,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    return cert, key
-
-
 def test_tls(tmp_path):
     cert, key = certificate(tmp_path)
     files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"]

@@ -163,7 +163,6 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         "load": "auto",
         "enforce_eager": False,
         "session_durability": "always",
-        "session_replicas": 0,
         "distributed_executor": "here",
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,

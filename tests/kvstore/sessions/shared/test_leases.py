@@ -13,8 +13,8 @@ import pytest
 from kvstore.errors import RemoteError, SessionBusyError, SessionTakenError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.leases import ACQUIRE, RELEASE, Leases
+from kvstore.sessions.shared.names import Names
 from kvstore.sessions.shared.server import RefusedError
-from kvstore.sessions.shared.view import lease_name
 from tests.children.session_child import TENANT, make_turn, talk
 from tests.support.redis_server import no_answer_after
 from tests.support.waiting import wait_until
@@ -158,7 +158,7 @@ def test_what_is_given_back_late_is_what_may_have_been_taken_and_never_what_was_
     """Redis refuses one turn that begins, does not answer another one, and does not hear of the end of a third."""
     refused, silent = SessionKey(TENANT, "refused"), SessionKey(TENANT, "silent")
     errors = {(ACQUIRE, refused): RefusedError, (ACQUIRE, silent): RemoteError, (RELEASE, KEY): RemoteError}
-    names = {lease_name(key): key for key in (refused, silent, KEY)}
+    names = {Names.of(False).lease(key): key for key in (refused, silent, KEY)}
     taken, given_back = {}, set()
 
     def ask(*commands):
@@ -171,7 +171,7 @@ def test_what_is_given_back_late_is_what_may_have_been_taken_and_never_what_was_
                 given_back.add(token)
         return [-1] * len(commands)
 
-    leases = Leases(SimpleNamespace(ask=ask), "member")
+    leases = Leases(SimpleNamespace(ask=ask, names=Names.of(False)), "member")
     for key, error in ((refused, RefusedError), (silent, RemoteError)):
         with pytest.raises(error):
             leases.acquire(key)

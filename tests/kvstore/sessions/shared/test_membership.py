@@ -5,7 +5,8 @@ import time
 import pytest
 
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.shared.membership import AWAY_S, MEMBERS, MemberIdentity
+from kvstore.sessions.shared.membership import AWAY_S, MemberIdentity
+from kvstore.sessions.shared.names import Names
 from tests.children.session_child import TENANT, talk
 
 
@@ -70,7 +71,7 @@ def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_u
     one, other = pair
     member = MemberIdentity.of(tmp_path / "other").member
     other.close()
-    redis.ask("HSET", MEMBERS, member, f"0 {time.time() - AWAY_S - 10:.0f}")
+    redis.ask("HSET", Names.of(False).members, member, f"0 {time.time() - AWAY_S - 10:.0f}")
     talk(one, key(1), 1)
     tombstone = one.delete(key(1)).wait()
     one.upkeep.finish_deletion(tombstone.number).wait()

@@ -13,11 +13,12 @@ import pytest
 
 from kvstore.errors import ConfigError, RemoteError, StoreError, StoreLostError
 from kvstore.remote.address import RedisAddress
-from kvstore.remote.resp import RespClient
 from kvstore.sessions import storage as transactions
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared import server as session_server
 from kvstore.sessions.shared import storage as session_storage
+from kvstore.sessions.shared.address import SessionAddress
+from kvstore.sessions.shared.connection import SessionConnection
 from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability, SessionServer
 from kvstore.sessions.store import SessionStore
@@ -69,7 +70,7 @@ def test_replies_are_not_waited_for_one_after_the_other(servers):
 
     def num_round_trips(work: Callable[[], object]) -> int:
         asked: list[None] = []
-        with before_each(RespClient, "pipeline", lambda: asked.append(None)):
+        with before_each(SessionConnection, "pipeline", lambda: asked.append(None)):
             work()
         return len(asked)
 
@@ -324,7 +325,7 @@ def test_nothing_is_acknowledged_without_replicas_again_or_after_a_cut(own_redis
 
 
 def test_an_answer_to_somebody_else_ends_the_pause_after_silence(own_redis):
-    server = SessionServer(RedisAddress("127.0.0.1", own_redis.port), Durability("unchecked"))
+    server = SessionServer(SessionAddress((RedisAddress("127.0.0.1", own_redis.port),)), Durability("unchecked"))
     with ThreadPoolExecutor() as threads, constants(session_server, PAUSE_S=3600.0), ExitStack() as ends:
         ends.callback(own_redis.kill)  # before the threads are awaited
         ends.callback(server.close)
@@ -373,10 +374,10 @@ def test_one_that_does_not_tell_its_settings_is_taken_only_unchecked(tmp_path, s
         share(server, level="unchecked")
 
 
-def test_a_cluster_is_refused(tmp_path, share):
+def test_a_cluster_is_refused_by_the_address_of_a_single_redis(tmp_path, share):
     with (
         RedisServer(tmp_path, *DURABLE, "--cluster-enabled", "yes") as server,
-        pytest.raises(RemoteError, match="part of a Redis Cluster"),
+        pytest.raises(ConfigError, match=r"part of a Redis Cluster; give redis\+cluster://"),
     ):
         share(server)
 
@@ -397,7 +398,7 @@ def test_a_wrong_password_and_another_fleet_are_refused(own_redis, share):
     own_redis.ask("CONFIG", "SET", "requirepass", "right")
     with pytest.raises(RemoteError, match=r"it wants a password \(NOAUTH\); set \$KVSTORE_REDIS_PASSWORD"):
         share(own_redis, level="always")
-    wrong = RedisAddress("127.0.0.1", own_redis.port, password="wr0ng")
+    wrong = SessionAddress((RedisAddress("127.0.0.1", own_redis.port, password="wr0ng"),))
     with pytest.raises(RemoteError, match="WRONGPASS") as refused:
         open_shared(wrong, Durability("unchecked"), SECRET, None)
     assert "wr0ng" not in str(refused.value)
