@@ -1,11 +1,11 @@
 """How fast are blocks through a Redis, and a person's turn on a server that gets its KV only from there?
 
-`client`: our client beside redis-benchmark and valkey-glide-sync, with values of the sizes of blocks. `redis-benchmark`
-runs with one connection and a pipeline of the same depth, so it shows what the server and the loopback can do. Also
-measured: blocks through the remote tier, which checks each of them. `turn`: time to first token of a returning turn
-whose KV is on the local disk, in the Redis, behind a slow network, or nowhere. `outage`: time to first token of new
-prompts while the Redis is killed or stopped, beside a server that has none. Uses its own redis-server on the loopback.
-All in turns, medians.
+`client`: our client beside redis-benchmark, redis-py and valkey-glide-sync, with values of the sizes of blocks.
+`redis-benchmark` runs with one connection and a pipeline of the same depth, so it shows what the server and the
+loopback can do. Also measured: blocks through the remote tier, which checks each of them. `turn`: time to first token
+of a returning turn whose KV is on the local disk, in the Redis (by our client and by redis-py), behind a slow network,
+or nowhere. `outage`: time to first token of new prompts while the Redis is killed or stopped, beside a server that has
+none. Uses its own redis-server on the loopback. All in turns, medians.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from bench.common import Report, alternate, arguments, median, random_prompts, run, spread
 from bench.peers.__main__ import model_folder
@@ -35,14 +35,15 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.names import SECRET_VARIABLE, BlockNames, FleetSecret
-from kvstore.remote.redis_blocks import RedisBlocks
+from kvstore.remote.redis_blocks import RedisBlocks, RedisSession
 from kvstore.remote.resp import RespClient
-from kvstore.tiers.port import BlockTier, Chain, ReadJob, WriteJob
+from kvstore.remote.resp_replies import Landed
+from kvstore.tiers.port import BlockTier, Chain, Keeps, ReadJob, TierSession, WriteJob
 from kvstore.tiers.work import ReadDone, WriteDone
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 
 A_SECOND = 1.0
-SIZES = {"12 KiB": 12 << 10, "128 KiB": 128 << 10, "2 MiB": 2 << 20}
+SIZES = {"12 KiB": 12 << 10, "64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20}
 BATCH_BYTES = 4 << 20
 WINDOW, NUM_NEW = 4096, 16
 PARTS = ["client", "turn", "outage"]
@@ -113,6 +114,7 @@ def bench_size(report: Report, repeats: int, port: int, name: str, size: int, nu
     gets: Measures = {"redis-benchmark": of_benchmark(port, "get", size, count, depth)}
     sets["ours"] = ours([("SET", *pair) for pair in zip(keys, values, strict=True)], [])
     gets["ours"] = ours([("GET", key) for key in keys], places)
+    add_redis_py(port, keys, places, rounds, gets)
     add_glide(port, keys, values, places, rounds, sets, gets)
     names = BlockNames(FleetSecret("a secret for this benchmark alone"), size.to_bytes(32, "little"))
     shared = RedisBlocks(RedisAddress("127.0.0.1", port), names, 1000.0)
@@ -163,6 +165,60 @@ class ThroughTier:
             for read in self._reads:
                 self.tier.submit_read(read)
             self._wait(len(self._reads))
+
+
+class RedisPy:
+    """redis-py in place of `RespClient`: each value comes as bytes, and is copied into its place."""
+
+    def __init__(self, port: int) -> None:
+        import redis
+
+        self._pipeline = redis.Redis(port=port).pipeline(transaction=False)
+
+    def pipeline(
+        self, commands: Sequence[Sequence[Any]], into: Sequence[memoryview | None] = (), timeout_s: float | None = None
+    ) -> list[Any]:
+        for command in commands:
+            self._pipeline.execute_command(*command)
+        replies: list[Any] = self._pipeline.execute()
+        if commands[0][0] == "SET":  # which is told by a truth value
+            replies = [b"OK" if reply else reply for reply in replies]
+        for i, place in enumerate(into):
+            if isinstance(replies[i], bytes) and place is not None:
+                head_bytes = len(replies[i]) - place.nbytes
+                place[:] = memoryview(replies[i])[head_bytes:]
+                replies[i] = Landed(replies[i][:head_bytes])
+        return replies
+
+    def call(self, *command: Any, timeout_s: float | None = None) -> Any:
+        return self.pipeline([command])[0]
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RedisPyBlocks:
+    """`RedisBlocks` by redis-py."""
+
+    blocks: RedisBlocks
+    keeps: ClassVar[Keeps] = RedisBlocks.keeps
+
+    def __str__(self) -> str:
+        return str(self.blocks)
+
+    @property
+    def most_read_bytes(self) -> int:
+        return self.blocks.most_read_bytes
+
+    def session(self) -> TierSession:
+        client: Any = RedisPy(self.blocks.address.port)
+        return RedisSession(client, self.blocks.names, self.blocks.ttl_s)
+
+
+def add_redis_py(port: int, keys: list[bytes], places: list[memoryview], rounds: range, gets: Measures) -> None:
+    found, commands = RedisPy(port), [("GET", key) for key in keys]
+    gets["redis-py"] = lambda: timed(lambda: [found.pipeline(commands, places) for _ in rounds])
 
 
 def add_glide(
@@ -252,6 +308,7 @@ def bench_turn(report: Report, repeats: int, port: int, folder: Path, model: str
         "computed": ({}, "auto"),
         "local disk": ({"cpu": "512MiB", "disk": "1GiB", "path": folder / "disk"}, "always"),
         "remote": ({"cpu": "512MiB", "remote": f"redis://127.0.0.1:{port}"}, "always"),
+        "remote by redis-py": ({"cpu": "512MiB", "remote": f"redis://127.0.0.1:{port}"}, "always"),
     }
     for name, relay in relays.items():
         tiers[name] = {"cpu": "512MiB", "remote": f"redis://127.0.0.1:{relay.port}"}, "auto"
@@ -261,6 +318,9 @@ def bench_turn(report: Report, repeats: int, port: int, folder: Path, model: str
             engine = stack.enter_context(
                 Engine(model, {"hbm": "256MiB", **below}, device="cpu", max_model_len=WINDOW, load=load)
             )
+            if "redis-py" in name:
+                worker = engine.connector.parts.store.remote._source.tier  # type: ignore[attr-defined]
+                worker.tier = RedisPyBlocks(worker.tier)
             history = random_prompts(1, history_tokens, engine.facts.vocab_size, seed=1)[0]
             arms[name] = Arm(engine, history, random.Random(time.monotonic_ns()))
         for name, arm in arms.items():  # the history is stored, and what is to be measured has been
