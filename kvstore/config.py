@@ -266,7 +266,8 @@ class CacheTiers:
     )
     remote: str | None = setting(
         None, checked(parse_remote_url),
-        "KV that servers share behind their disks: redis://host:6379/0, s3://bucket, gs://, az:// or file:///dir",
+        "KV that servers share behind their disks: redis://host:6379/0, or several with commas between; s3://bucket, "
+        "gs://, az:// or file:///dir",
     )  # fmt: skip
     remote_ttl_s: float = setting(
         7 * 86400.0,

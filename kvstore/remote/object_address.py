@@ -32,12 +32,20 @@ class ObjectAddress:
         return f"{self.scheme}://{self.bucket}/{self.prefix.removeprefix('/')}"
 
 
-def parse_remote_url(url: str) -> RedisAddress | ObjectAddress:
-    """Of `--remote`. Raises ConfigError."""
+def parse_remote_url(url: str) -> tuple[RedisAddress, ...] | ObjectAddress:
+    """Of `--remote`: one bucket or directory; or one Redis or several, with commas between. Raises ConfigError."""
     scheme = url.partition("://")[0]
-    if scheme not in ("redis", "rediss", *SCHEMES):
-        raise ConfigError("remote", shown(url), f"give redis://host:6379/0, {FORMS}")
-    return parse_object_url(url) if scheme in SCHEMES else parse_redis_url(url)
+    if scheme in SCHEMES:
+        return parse_object_url(url)
+    if scheme.partition("+")[2] in ("sentinel", "cluster"):
+        value = f"{scheme}://, which only sessions follow"
+        raise ConfigError("remote", value, "give several that run alone: redis://one,redis://other")
+    if scheme not in ("redis", "rediss"):
+        raise ConfigError("remote", shown(url), f"give redis://host:6379/0, several with commas between, {FORMS}")
+    found = tuple(parse_redis_url(one) for one in url.split(","))
+    if len(set(map(str, found))) < len(found):
+        raise ConfigError("remote", "the same Redis twice", "give each once")
+    return found
 
 
 def parse_object_url(url: str, name: str = "remote") -> ObjectAddress:

@@ -132,7 +132,7 @@ class RespClient:
             if isinstance(reply, ErrorReply) and name != "INFO":  # a user may lack the right to that
                 raise ValueError(f"{name} was refused: {reply.message}")
             if isinstance(reply, bytes) and b"cluster_enabled:1" in reply:
-                raise ValueError("it is part of a Redis Cluster, which is not followed; give one that runs alone")
+                raise ValueError("it is part of a Redis Cluster, which KV does not follow; give several that run alone")
 
     # -- sending -----------------------------------------------------------------------------------------------------
     def _send(self, buffers: list[memoryview]) -> None:

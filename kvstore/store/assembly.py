@@ -27,12 +27,13 @@ from kvstore.memory.tier import CpuTier
 from kvstore.memory.transfer import Arena, Transfer
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
-from kvstore.remote.address import RedisAddress, parse_prefill_url
+from kvstore.remote.address import parse_prefill_url
 from kvstore.remote.names import PREFILL_KEY, BlockNames, FleetSecret, fleet_secret
-from kvstore.remote.object_address import parse_remote_url
+from kvstore.remote.object_address import ObjectAddress, parse_remote_url
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.prefill import PrefillServer
 from kvstore.remote.redis_blocks import RedisBlocks
+from kvstore.remote.spread import Believed, SpreadTier
 from kvstore.stats import MOST_LOSSES, Losses, StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
@@ -101,7 +102,7 @@ def open_tiered(
             others.use(FarBlocks(arena))
             transfer = RankedTransfer(transfer, others)
         identity = Identity(bytes.fromhex(name), label(model), layout.block_size)
-        tiers_below = [] if disk is None else [io]
+        tiers_below: list[Believed] = [] if disk is None else [io]
         if owner is not None or fleet is not None:
             remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk, arena)
             tiers_below.append(remote.tier)
@@ -131,9 +132,10 @@ def remote_source(
         tier = TierWorker("disk", OwnedBlocks(owner), wake, AT_ONCE_LIMITS)
         return RemoteSource(tier, None, arena.view, time.time, is_told=True)
     names = BlockNames(fleet, bytes.fromhex(fingerprint))
-    tier = TierWorker("remote", open_shared(tiers, names, layout), wake, AT_ONCE_LIMITS)
+    workers = [TierWorker("remote", one, wake, AT_ONCE_LIMITS) for one in open_shared(tiers, names, layout)]
     prefill = open_prefill(tiers, fleet, fingerprint, wake)
-    return RemoteSource(tier, None if disk is None else disk.read, arena.view, time.time, prefill)
+    shared = workers[0] if len(workers) == 1 else SpreadTier(workers)
+    return RemoteSource(shared, None if disk is None else disk.read, arena.view, time.time, prefill)
 
 
 def open_prefill(
@@ -145,14 +147,14 @@ def open_prefill(
     return PrefillServer(parse_prefill_url(tiers.prefill_url), fleet.derived(PREFILL_KEY), fingerprint, wake)
 
 
-def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> BlockTier:
-    """The store of `--remote`."""
+def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> list[BlockTier]:
+    """The store of `--remote`; several Redis."""
     address = parse_remote_url(str(tiers.remote))
-    if isinstance(address, RedisAddress):
-        return RedisBlocks(address, names, tiers.remote_ttl_s)
-    from kvstore.remote.object_blocks import ObjectBlocks  # needs obstore, which only some have
+    if isinstance(address, ObjectAddress):
+        from kvstore.remote.object_blocks import ObjectBlocks  # needs obstore, which only some have
 
-    return ObjectBlocks(address, names, tiers.remote_ttl_s, layout.block_size, layout.block_bytes)
+        return [ObjectBlocks(address, names, tiers.remote_ttl_s, layout.block_size, layout.block_bytes)]
+    return [RedisBlocks(one, names, tiers.remote_ttl_s) for one in address]
 
 
 def make_transfer(device: torch.device, arena: Arena, wake: Callable[[], None]) -> DataPlane:

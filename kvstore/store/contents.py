@@ -9,7 +9,7 @@ Control plane, one thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
+from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
 from kvstore.tiers.work import Asked
 from kvstore.tiers.worker import TierWorker
@@ -33,12 +34,13 @@ LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadRe
 
 
 class Deletions:
-    """most: how many may wait; None: all. Of what is dropped, a believed tier rids itself in time."""
+    """most: how many may wait for a server; None: all. Of what is dropped, a believed tier rids itself in time."""
 
-    def __init__(self, tier: TierWorker, most: int | None = None) -> None:
+    def __init__(self, tier: Believed, most: int | None = None) -> None:
         self._tier, self._most = tier, most
         self._sizes: dict[BlockId, int] = {}  # of all that are not confirmed
-        self._waiting: dict[BlockId, None] = {}  # of these: not handed over yet, or to be tried again
+        # Of these: not handed over yet, or to be tried again.
+        self._waiting: defaultdict[TierWorker, dict[BlockId, None]] = defaultdict(dict)
 
     def __contains__(self, block_id: BlockId) -> bool:
         return block_id in self._sizes
@@ -53,22 +55,23 @@ class Deletions:
 
     def add(self, block_id: BlockId, num_bytes: int = 0) -> None:
         self._sizes[block_id] = num_bytes
-        self._waiting[block_id] = None
-        if self._most is not None and len(self._waiting) > self._most:
-            self.drop(next(iter(self._waiting)))
+        waiting = self._waiting[self._tier.home(block_id)]
+        waiting[block_id] = None
+        if self._most is not None and len(waiting) > self._most:
+            self.drop(next(iter(waiting)))
 
     def drop(self, block_id: BlockId) -> None:
         """Delete it no more: it is written again."""
         self._sizes.pop(block_id, None)
-        self._waiting.pop(block_id, None)
+        self._waiting[self._tier.home(block_id)].pop(block_id, None)
 
     def pump(self) -> bool:
-        """Hand over what waits, unless the tier is away. Returns whether there was anything."""
-        if not self._waiting or self._tier.is_away:
-            return False
-        self._tier.submit_deletes(tuple(self._waiting))
-        self._waiting.clear()
-        return True
+        """Hand over what waits, but for servers that are away. Returns whether there was anything."""
+        ready = [(worker, waiting) for worker, waiting in self._waiting.items() if waiting and not worker.is_away]
+        for worker, waiting in ready:
+            worker.submit_deletes(tuple(waiting))
+            waiting.clear()
+        return bool(ready)
 
     def ended(self, block_ids: Iterable[BlockId], error: str | None) -> None:
         """The tier has tried these."""
@@ -76,19 +79,24 @@ class Deletions:
             if error is None:
                 self.drop(block_id)
             elif block_id in self._sizes:
-                self._waiting[block_id] = None
+                self._waiting[self._tier.home(block_id)][block_id] = None
 
     def has_some(self, block_ids: Iterable[BlockId]) -> bool:
         """Whether some of these are not deleted yet."""
         return not self._sizes.keys().isdisjoint(block_ids)
 
-    def have_failed(self, block_ids: Iterable[BlockId]) -> bool:
+    def have_failed(self, block_ids: Collection[BlockId]) -> bool:
         """Whether some of these wait for another try."""
-        return not self._waiting.keys().isdisjoint(block_ids)
+        return any(not waiting.keys().isdisjoint(block_ids) for waiting in self._waiting.values())
+
+    def held(self) -> set[BlockId]:
+        """Those that wait for a server that is away."""
+        return {one for worker, waiting in self._waiting.items() if worker.is_away for one in waiting}
 
     def in_flight(self) -> Collection[BlockId]:
         """Those that run, and those that could be handed over."""
-        return self._sizes.keys() - self._waiting.keys() if self._tier.is_away else self._sizes.keys()
+        held = self.held()
+        return self._sizes.keys() - held if held else self._sizes.keys()
 
     def clear(self) -> None:
         self._sizes.clear()
@@ -248,7 +256,7 @@ class DiskSpace:
 class BelievedContents:
     """name: the tier's."""
 
-    def __init__(self, tier: TierWorker, clock: Callable[[], float]) -> None:
+    def __init__(self, tier: Believed, clock: Callable[[], float]) -> None:
         self.name, self._tier, self._clock = tier.name, tier, clock
         self._known: OrderedDict[BlockId, float] = OrderedDict()  # when each was last heard of
 
@@ -258,7 +266,11 @@ class BelievedContents:
     def contains(self, block_id: BlockId) -> bool:
         """Whether the block is worth reading from there."""
         heard_s = self._known.get(block_id)
-        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self._tier.is_away
+        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self.is_away(block_id)
+
+    def is_away(self, block_id: BlockId) -> bool:
+        """Whether the server that has the block, if any has, does not answer."""
+        return self._tier.home(block_id).is_away
 
     def has_had(self, block_id: BlockId) -> bool:
         """Whether the block was there when it was last heard of, however long ago."""

@@ -263,7 +263,7 @@ class KVStore:
 
     def why_missing(self, request_id: str, block_id: BlockId, since_s: float) -> Loss:
         """Why a request is to compute a block that was there at `since_s`."""
-        losses, remote, disk = self.stats.losses, self.remote, self.disk
+        losses, disk, believed = self.stats.losses, self.disk, None if self.remote is None else self.remote.contents
         known = losses.get(block_id)
         is_unreadable = known is not None and known.cause == "unreadable"
         if not is_unreadable and (tiers := self.stored.tiers((block_id,), 0, 1)):
@@ -271,12 +271,12 @@ class KVStore:
                 return Loss("being_written", tiers[0])
             lacks_room = self.requests.by_id[request_id].lacks_room
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
-        if remote is not None and remote.degraded and (known is None or remote.contents.has_had(block_id)):
-            return Loss("remote_away", remote.contents.name)
+        if believed is not None and believed.is_away(block_id) and (known is None or believed.has_had(block_id)):
+            return Loss("remote_away", believed.name)
         begun_s = None if disk is None else disk.begun_s
         if known is None and begun_s is not None and since_s < begun_s:
             return Loss("store_replaced", "disk", begun_s)
-        return losses.why(block_id, since_s, disk is not None or remote is not None)
+        return losses.why(block_id, since_s, disk is not None or believed is not None)
 
     def splice(
         self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes

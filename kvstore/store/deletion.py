@@ -23,9 +23,6 @@ class SharedTier(Protocol):
 
     deletes: Deletions
 
-    @property
-    def degraded(self) -> str | None: ...
-
     def forget(self, block_ids: Iterable[BlockId]) -> None: ...
 
     def evicted(self, block_ids: Iterable[BlockId]) -> None: ...
@@ -86,7 +83,7 @@ class Deletion:
 
     def cannot_forget(self, block_ids: set[BlockId]) -> bool:
         """Whether a tier cannot delete these at the moment. It tries again later."""
-        if self._remote is not None and self._remote.degraded and self._remote.deletes.has_some(block_ids):
+        if self._remote is not None and not self._remote.deletes.held().isdisjoint(block_ids):
             return True
         return self._disk is not None and self._disk.cannot_delete(block_ids)
 

@@ -20,6 +20,7 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
+from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
 from kvstore.store.contents import LOST_BY, BelievedContents, Deletions
 from kvstore.store.progress import Stage
@@ -29,7 +30,6 @@ from kvstore.store.stored import StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Chain
 from kvstore.tiers.work import Asked, Done, ReadDone, WriteDone
-from kvstore.tiers.worker import TierWorker
 
 LEAST_TOKENS = 128  # that are missing; fewer cost little beside the decoding of others
 SLOWER = 2.0  # than computing here: so long is waited
@@ -98,9 +98,10 @@ class Questions:
     ANSWER_S.
     """
 
-    def __init__(self, tier: TierWorker, clock: Callable[[], float], always: bool) -> None:
+    def __init__(self, tier: Believed, clock: Callable[[], float], always: bool) -> None:
         self._tier, self._clock, self._always = tier, clock, always
         self._asking: dict[int, Tracked] = {}
+        self._num_left: dict[int, int] = {}  # answers to each question that have not come
         self._due_s: dict[Tracked, float] = {}  # until when each waits for its answer
         self._numbers = count()
 
@@ -109,15 +110,19 @@ class Questions:
         another has waited as long in vain.
         """
         number = next(self._numbers)
-        is_asked = bool(request.chain) and self._tier.ask(number, Chain(request.lineage.root, tuple(request.chain)))
-        if is_asked:
-            self._asking[number] = request
+        num = self._tier.ask(number, Chain(request.lineage.root, tuple(request.chain))) if request.chain else 0
+        if num:
+            self._asking[number], self._num_left[number] = request, num
             wait_s = 0.0 if self._tier.asking_s > ANSWER_S else ANSWER_S
             self._due_s[request] = math.inf if self._always else self._clock() + wait_s
-        return is_asked
+        return num > 0
 
     def answered(self, asked: Asked) -> Tracked | None:
-        """An answer has come, or none will. Returns who still waits for it."""
+        """An answer has come, or none will. Returns who still waits, once that was the last."""
+        self._num_left[asked.number] -= 1
+        if self._num_left[asked.number]:
+            return None
+        del self._num_left[asked.number]
         request = self._asking.pop(asked.number)
         return request if self._due_s.pop(request, None) is not None else None
 
@@ -137,7 +142,7 @@ class RemoteSource:
     evicted by hand.
     """
 
-    tier: TierWorker
+    tier: Believed
     read: Callable[[BlockRecord, memoryview], ReadResult] | None
     view: Callable[[int], memoryview]
     clock: Callable[[], float]
@@ -220,7 +225,7 @@ class RemoteBlocks:
             gone = self._reads.fail(done, self._stats.remote_read_failures)
             if gone is not None and self._disk is not None:  # blocks read behind it may already be there
                 self._disk.space.delete_tree(block_id, gone)
-            cause = "remote_away" if self.degraded else LOST_BY.get(done.result, "unreadable")
+            cause = "remote_away" if self.contents.is_away(block_id) else LOST_BY.get(done.result, "unreadable")
             self._stats.losses.note(cause, self.contents.name, block_id, why=done.result.value)
         self._cpu.release(arena_block)
 
@@ -254,11 +259,6 @@ class RemoteBlocks:
     def num_shared(self, chain: Sequence[BlockId]) -> int:
         """How many of its first blocks are there."""
         return next((i for i, one in enumerate(chain) if not self.contents.contains(one)), len(chain))
-
-    @property
-    def degraded(self) -> str | None:
-        """Why the tier does not answer; None if it does."""
-        return self._source.tier.health.error
 
     def stages(self) -> list[Stage]:
         """Chains that wait to be stored; what the tier has been given, and deletions."""

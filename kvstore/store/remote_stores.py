@@ -15,10 +15,10 @@ from itertools import count
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import ArenaBlockState, CpuTier
+from kvstore.remote.spread import Believed
 from kvstore.store.stored import ChainContent, StoredBlocks
 from kvstore.tiers.port import Chain, WriteJob, chain_batch_blocks
 from kvstore.tiers.work import WriteDone
-from kvstore.tiers.worker import TierWorker
 
 MOST_OFFERS = 1024
 MOST_BATCHES = 4  # that the tier has at a time
@@ -37,19 +37,11 @@ class Offer:
     until_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LentBatch:
-    """Blocks that the tier is storing. lent: arena blocks that it reads them from."""
-
-    lent: list[int]
-    block_ids: frozenset[BlockId]
-
-
 @dataclass(eq=False)
 class RemoteStores:
     """read: reads a block from disk into memory, in any thread. None without a disk: blocks are sent from the arena."""
 
-    _tier: TierWorker
+    _tier: Believed
     _cpu: CpuTier
     _stored: StoredBlocks
     _read: Callable[[BlockRecord, memoryview], ReadResult] | None
@@ -58,7 +50,7 @@ class RemoteStores:
 
     def __post_init__(self) -> None:
         self._offers: deque[Offer] = deque()
-        self._batches: dict[int, LentBatch] = {}  # that the tier has, by their numbers
+        self._batches: dict[int, dict[BlockId, int | None]] = {}  # that the tier has, and what is lent to it
         self._numbers = count()
         self.num_dropped = 0
         self._block_bytes = self._view(0).nbytes
@@ -89,7 +81,7 @@ class RemoteStores:
 
     def _hand_over(self, offer: Offer) -> bool:
         """Hand over the next blocks of a chain, as far as possible. Returns False if no more of it ever can be."""
-        number, jobs, lent = next(self._numbers), list[WriteJob](), list[int]()
+        number, jobs, batch = next(self._numbers), list[WriteJob](), dict[BlockId, int | None]()
         end = min(offer.end, offer.next - offer.next % self._batch_blocks + self._batch_blocks)
         is_over, size = False, self._block_bytes
         while offer.next < end:
@@ -98,11 +90,12 @@ class RemoteStores:
             source = self._stored.arena_block_of(offer.content, index)
             if self._read is not None and self._stored.is_on_disk(record.block_id):
                 jobs.append(WriteJob(number, record, size, partial(self._from_disk, record), index))
+                batch[record.block_id] = None
             elif self._read is None and source is not None and self._cpu.state(source) is ArenaBlockState.READY:
-                if not self._may_lend(len(lent)):
+                if not self._may_lend(len(batch)):
                     break
                 self._cpu.acquire(source)
-                lent.append(source)
+                batch[record.block_id] = source
                 jobs.append(WriteJob(number, record, size, partial(self._view, source), index))
             else:  # still on its way to disk, or gone
                 is_over = source is None or self._clock() > offer.until_s
@@ -111,12 +104,12 @@ class RemoteStores:
         if is_over:
             self.num_dropped += offer.end - offer.next
         if jobs:
+            self._batches[number] = batch
             self._tier.submit_writes(jobs, offer.chain)
-            self._batches[number] = LentBatch(lent, frozenset(job.record.block_id for job in jobs))
         return not is_over
 
     def _may_lend(self, num_more: int) -> bool:
-        num_lent = num_more + sum(len(batch.lent) for batch in self._batches.values())
+        num_lent = num_more + sum(map(len, self._batches.values()))
         return num_lent == 0 or num_lent < self._cpu.pool.num_blocks // LENT_SHARE
 
     def _from_disk(self, record: BlockRecord) -> memoryview | None:
@@ -126,17 +119,20 @@ class RemoteStores:
         return into if self._read(record, into) is ReadResult.OK else None
 
     def ended(self, done: WriteDone) -> list[BlockId]:
-        """A batch has ended, or a deletion. Returns the blocks that are there now."""
-        for job in done.batch.jobs[:1]:
-            for arena_block in self._batches.pop(job.handle).lent:
+        """A batch has ended, or one server's part of it, or a deletion. Returns the blocks that are there now."""
+        for job in done.batch.jobs:
+            batch = self._batches[job.handle]
+            if (arena_block := batch.pop(job.record.block_id)) is not None:
                 self._cpu.release(arena_block)
+            if not batch:
+                del self._batches[job.handle]
         stored = [one.block_id for one in done.stored if one.error is None]
         self.num_dropped += len(done.batch.jobs) - len(stored)
         return stored
 
     def is_storing(self, block_ids: set[BlockId]) -> bool:
         """Whether some of these are on their way, or wait and may be handed over."""
-        if any(not block_ids.isdisjoint(batch.block_ids) for batch in self._batches.values()):
+        if any(not block_ids.isdisjoint(batch) for batch in self._batches.values()):
             return True
         waiting = (offer.chain.ids[offer.next : offer.end] for offer in self._offers)
         return not self._tier.is_refusing and any(not block_ids.isdisjoint(ids) for ids in waiting)

@@ -17,6 +17,7 @@ from kvstore.blocks.records import BlockRecord
 from kvstore.disk.records import label
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
+from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
 from kvstore.store.contents import BelievedContents, DiskContents
 from kvstore.tiers.port import AS_HINT, AT_ONCE, Rank, ReadJob
@@ -30,14 +31,14 @@ class TierReads:
     """
 
     def __init__(
-        self, cpu: CpuTier, tiers: Iterable[TierWorker], view: Callable[[int], memoryview], stats: StoreStats
+        self, cpu: CpuTier, tiers: Iterable[Believed], view: Callable[[int], memoryview], stats: StoreStats
     ) -> None:
         self._cpu, self._view, self._stats = cpu, view, stats
         self._tiers = {tier.name: tier for tier in tiers}
         self.exact = next((tier.name for tier in self._tiers.values() if not tier.is_believed), None)
         self.believed = next((tier.name for tier in self._tiers.values() if tier.is_believed), None)
-        self._running: dict[int, tuple[Rank, str]] = {}  # of each arena block: its rank, and the tier's name
-        self._counts: Counter[tuple[Rank, str]] = Counter()
+        self._running: dict[int, tuple[Rank, TierWorker]] = {}  # of each arena block: its rank, and who reads it
+        self._counts: Counter[tuple[Rank, TierWorker]] = Counter()
 
     def __contains__(self, arena_block: int) -> bool:
         return arena_block in self._running
@@ -49,23 +50,24 @@ class TierReads:
         """Begin to read into an announced arena block. The read takes over a reference, which is released when it has
         ended.
         """
-        self._note(arena_block, (rank, tier))
-        self._tiers[tier].submit_read(ReadJob(arena_block, record, self._view(arena_block)), rank)
+        worker = self._tiers[tier].home(record.block_id)
+        self._note(arena_block, (rank, worker))
+        worker.submit_read(ReadJob(arena_block, record, self._view(arena_block)), rank)
 
     def tier_of(self, arena_block: int) -> str:
         """Where what is being read into this arena block comes from."""
-        return self._running[arena_block][1]
+        return self._running[arena_block][1].name
 
     def rank(self, arena_block: int) -> Rank:
         return self._running[arena_block][0]
 
     def set_rank(self, arena_block: int, rank: Rank) -> None:
         """Change the rank of a read: somebody else waits for it now, or nobody does."""
-        before, tier = self._running[arena_block]
+        before, worker = self._running[arena_block]
         if before != rank:
             self._end(arena_block)
-            self._note(arena_block, (rank, tier))
-            self._tiers[tier].change_rank(arena_block, rank)
+            self._note(arena_block, (rank, worker))
+            worker.change_rank(arena_block, rank)
 
     def let_go(self, arena_blocks: Sequence[int]) -> frozenset[int]:
         """Somebody no longer waits for these arena blocks, given tail first: drop reads that nobody else waits for.
@@ -84,7 +86,7 @@ class TierReads:
 
     def _cancel(self, arena_block: int) -> bool:
         """Drop a read that has not begun, and forget its block and what builds on it. Returns False if it runs."""
-        if not self._tiers[self.tier_of(arena_block)].cancel(arena_block):
+        if not self._running[arena_block][1].cancel(arena_block):
             return False
         self._end(arena_block)
         self._stats.cancelled_reads += 1
@@ -113,7 +115,7 @@ class TierReads:
         records = map(self._cpu.record, self._cpu.fail(arena_block))
         return [record.block_id for record in records if record is not None]
 
-    def _note(self, arena_block: int, kind: tuple[Rank, str]) -> None:
+    def _note(self, arena_block: int, kind: tuple[Rank, TierWorker]) -> None:
         self._running[arena_block] = kind
         self._counts[kind] += 1
 
@@ -126,7 +128,7 @@ class TierReads:
 
     def num_before(self, rank: Rank, tier: str | None) -> int:
         """How many blocks are read from there before one of this rank."""
-        return sum(num for (other, name), num in self._counts.items() if other < rank and name == tier)
+        return sum(num for (other, worker), num in self._counts.items() if other < rank and worker.name == tier)
 
     @property
     def stalled_s(self) -> float:

@@ -178,6 +178,10 @@ class TierWorker:
         self._executor = executor(self)
 
     # -- the control plane's side ------------------------------------------------------------------------------------
+    def home(self, block_id: BlockId) -> TierWorker:
+        """Who reads and deletes this block: for one server, the worker itself."""
+        return self
+
     def ask(self, number: int, chain: Chain) -> bool:
         """Ask which blocks of a chain are there, which also refreshes them. Returns False if it cannot be asked now."""
         with self.lock:
@@ -432,6 +436,8 @@ class TierWorker:
     def _write(self, batch: WriteBatch) -> Written:
         if self.is_away:
             return Written(error=self.health.error)
+        if batch.jobs and self.is_full:  # others that have a part of the chain are not
+            return Written(error=FULL)
         try:
             written = self._session().write(batch)
         except Exception as error:  # what was stored all the same is found when it is asked for, or written again

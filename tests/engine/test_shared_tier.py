@@ -327,3 +327,18 @@ def test_a_session_deleted_while_it_is_away_is_said_to_be_pending_and_goes_when_
         engine.admin.resume()  # as the engine does each half minute
         wait_until(lambda: redis.ask("DBSIZE") == 0, "it is deleted by itself")
         wait_until(lambda: engine.admin.resume() or engine.stats()["sessions"]["pending_deletions"] == 0)
+
+
+def test_of_two_redis_one_is_killed_and_what_it_had_is_computed(model, plain, redis, tmp_path, monkeypatch):
+    wait_for_answers(monkeypatch)
+    with RedisServer(tmp_path) as other:
+        with replica(model, f"{redis.url},{other.url}") as first, replica(model, f"{other.url},{redis.url}") as second:
+            ask(first, PROMPT[:120])
+            share(first)
+            assert redis.names() and other.names()
+            assert hit(ask(second, PROMPT[:121])) == 112
+        other.kill()
+        with replica(model, f"{redis.url},{other.url}") as third:
+            output = ask(third, PROMPT[:121], 8)
+            assert output.token_ids == plain(PROMPT[:121], 8) and hit(output) < 112
+            assert degraded(third).startswith("1 of 2: ")

@@ -115,7 +115,12 @@ def test_parts_of_a_url_of_objects():
 
 
 def test_what_remote_takes():
-    assert parse_remote_url("redis://cache") == RedisAddress("cache")
+    assert parse_remote_url("redis://cache") == (RedisAddress("cache"),)
+    assert parse_remote_url("redis://one,redis://two/3") == (RedisAddress("one"), RedisAddress("two", database=3))
+    with pytest.raises(ConfigError, match="the same Redis twice"):
+        parse_remote_url("redis://one,redis://one:6379/0")
+    with pytest.raises(ConfigError, match=r"redis\+sentinel://, which only sessions follow.*redis://one,redis://other"):
+        parse_remote_url("redis+sentinel://one,two/sessions")
     assert parse_remote_url("s3://bucket") == ObjectAddress("s3", "bucket", "")
     for url in ("http://x", "bucket", "S3:b"):
         with pytest.raises(ConfigError, match=r"give redis://.* s3://"):

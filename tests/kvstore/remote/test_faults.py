@@ -147,6 +147,8 @@ def test_a_full_server_is_left_alone_for_a_while(tmp_path):
         assert store.tier.is_refusing
         assert store.ask() == [error is None for error in errors]
         assert not store.tier.is_away, "it is still read from"
+        store.tier.submit_writes(LONG.jobs(), LONG.chain)
+        assert store.wait(WriteDone)[0].error == "OOM", "as a whole: it is sent nothing"
 
 
 def test_a_wrong_password_is_said_and_never_shown(tmp_path):

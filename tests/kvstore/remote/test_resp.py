@@ -159,9 +159,7 @@ def test_who_may_not_ask_about_a_cluster_is_not_asked_for_more(tmp_path):
 def test_one_of_a_cluster_is_refused_with_the_way_out(tmp_path, database):
     with RedisServer(tmp_path, "--cluster-enabled", "yes") as server, server.client(database=database) as client:
         for _ in range(2):
-            with pytest.raises(
-                RemoteError, match="part of a Redis Cluster, which is not followed; give one that runs alone"
-            ):
+            with pytest.raises(RemoteError, match=r"part of a Redis Cluster, .*; give several that run alone"):
                 client.call("PING")
 
 

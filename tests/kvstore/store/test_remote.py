@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.blocks.records import ReadResult
 from kvstore.memory.tier import ArenaBlockState
+from kvstore.remote.spread import SpreadTier
 from kvstore.store import remote
 from kvstore.store.contents import KNOWN_S, MOST_KNOWN, BelievedContents, Deletions
 from kvstore.store.control_plane import choose
@@ -450,3 +451,32 @@ def test_without_a_disk_arena_blocks_are_lent_and_come_back():
     assert all(stores.bench.cpu.state(arena_block) is ArenaBlockState.READY for arena_block in arena_blocks)
     assert set(map(len, stores.shared.blocks.values())) == {8}
     assert stores.tier.close(TIMEOUT_S)
+
+
+def test_of_two_servers_each_gives_back_what_is_lent_to_it_and_one_that_is_away_has_nothing():
+    stores, slow = Stores(has_disk=False), MemoryShared("memory://slow")
+    both = stores._tier = SpreadTier([stores.tier, worker_of(slow)])
+    request = stores.offered(4, stored=False)
+    stores.bench.in_memory(request)
+    its_own = [one for one in request.chain if both.home(one) is not stores.tier]
+    assert 0 < len(its_own) < 4
+    slow.may_answer.clear()
+    slow.fails = "away"
+    stores.pump()
+    cpu = stores.bench.cpu
+
+    def lent() -> list[bytes]:
+        return [one for one in request.chain if cpu.pool.ref_count(cpu.arena_block_of(one))]
+
+    assert lent() == request.chain
+    assert len(stores.ended(*ended(both, WriteDone))) == 4 - len(its_own)
+    assert lent() == its_own and not stores.is_drained
+    slow.may_answer.set()
+    assert stores.ended(*ended(both, WriteDone)) == []
+    assert lent() == [] and stores.is_drained and stores.num_dropped == len(its_own)
+    contents = BelievedContents(both, lambda: 0.0)
+    for one in request.chain:
+        contents.learn(one)
+    assert [one for one in request.chain if not contents.contains(one)] == its_own
+    assert both.as_dict()["degraded"] == "1 of 2: away"
+    assert both.close(TIMEOUT_S)

@@ -204,7 +204,7 @@ def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
 
 @pytest.mark.parametrize("remote, words", [
     ("s3://bucket", "s3://, which needs obstore; pip install obstore"),
-    ("https://bucket", "remote is 'https://bucket'; give redis://host:6379/0, s3://"),
+    ("https://bucket", "remote is 'https://bucket'; give redis://host:6379/0, several with commas between, s3://"),
     ("redis://ann:s3cret@host", "has a password in it"), ("s3://ann:s3cret@bucket", "has credentials in it"),
 ])  # fmt: skip
 def test_a_remote_tier_that_cannot_be_is_one_line_and_exit_2(run, monkeypatch, remote, words):

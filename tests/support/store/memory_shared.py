@@ -18,7 +18,8 @@ class MemoryShared:
 
     keeps, most_read_bytes = Keeps.BELIEVED, 4 << 20
 
-    def __init__(self) -> None:
+    def __init__(self, url: str = "memory://") -> None:
+        self._url = url
         self.blocks: dict[bytes, bytes] = {}
         self.fails: str | None = None
         self.may_answer = threading.Event()
@@ -26,7 +27,7 @@ class MemoryShared:
         self.batches: list[list[int]] = []
 
     def __str__(self) -> str:
-        return "memory://"
+        return self._url
 
     def session(self) -> "MemoryShared":
         return self

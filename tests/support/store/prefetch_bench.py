@@ -26,6 +26,9 @@ class FakeIo:
         self.queued: dict[int, tuple] = {}
         self.stalled_s = 0.0
 
+    def home(self, block_id):
+        return self
+
     def submit_read(self, read, rank):
         self.queued[read.handle] = rank
 
