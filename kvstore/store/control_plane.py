@@ -236,13 +236,15 @@ class KVStore:
             self._collect(self.ended.popleft())
         moved |= self.remote is not None and self.remote.poll()
         self.steps.end_steps()
-        self.splicer.poll()
+        if self.splicer.jobs:
+            self.splicer.poll()
         self.steering.poll()
         if reads_ahead:
             self.prefetcher.poll()
         if self.disk is not None:
             self.disk.pump()
-        self.deletion.poll()
+        if self.deletion.to_erase:
+            self.deletion.erase()
         return moved
 
     def _collect(self, ended: Done | Transferred) -> None:
@@ -331,12 +333,12 @@ class KVStore:
         """Steps and splices; writes and deletions; what the remote tier gets of it."""
         disk = [] if self.disk is None else [self.disk.queue.in_flight, self.disk.contents.removing.in_flight]
         remote = [] if self.remote is None else self.remote.stages()
-        return [self.steps.by_ticket.keys, self.splicer.running, *disk, *remote]
+        return [self.steps.by_ticket.keys, self.splicer.jobs.keys, *disk, *remote]
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight or waiting to be written."""
-        if self.steps.by_ticket or self.ended or self.splicer.running():
+        if self.steps.by_ticket or self.ended or self.splicer.jobs:
             return False
         is_drained = not self.reads and (self.disk.is_drained if self.disk else self._io.is_idle)
         return is_drained and (self.remote is None or self.remote.is_idle)

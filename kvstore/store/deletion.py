@@ -41,7 +41,7 @@ class Deletion:
     _remote: SharedTier | None = None
 
     def __post_init__(self) -> None:
-        self._to_erase: set[int] = set()  # deleted arena blocks that were still held
+        self.to_erase: set[int] = set()  # deleted arena blocks that were still held
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
         """Delete these blocks from the CPU tier, the write queue and the disk, and their bytes from the arena; with all
@@ -52,8 +52,8 @@ class Deletion:
         """
         doomed = (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
         self._stats.forgotten += len(doomed)
-        self._to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
-        self._to_erase.update(self._being_filled())
+        self.to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
+        self.to_erase.update(self._being_filled())
         if self._disk is not None:
             self._disk.space.delete(doomed)
         for block_id in reversed(doomed):
@@ -62,18 +62,13 @@ class Deletion:
             self._remote.forget(doomed)
         self._steering.forget(doomed)
         self._stats.losses.note("deleted", None, *doomed)
-        self._erase()
+        self.erase()
         return set(doomed)
 
-    def poll(self) -> None:
-        """Erase what could not be erased at once."""
-        if self._to_erase:
-            self._erase()
-
-    def _erase(self) -> None:
+    def erase(self) -> None:
         """Overwrite deleted arena blocks that nobody holds any more."""
         self._cpu.erase_stale()
-        self._to_erase = {one for one in self._to_erase if not self._cpu.pool.is_free(one)}
+        self.to_erase = {one for one in self.to_erase if not self._cpu.pool.is_free(one)}
 
     def is_forgotten(self, block_ids: set[BlockId]) -> bool:
         """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""

@@ -152,7 +152,8 @@ class HostBlocks:
                 self.reads.prefetch_done()
         self.steering.poll(is_idle=not self.conversations.num_open)
         self.conversations.poll()
-        self.deletion.poll()
+        if self.deletion.to_erase:
+            self.deletion.erase()
         self._writes.go_on()
         return bool(done)
 

@@ -6,7 +6,7 @@ any place in a block and is rotated when it is loaded there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -88,7 +88,7 @@ class Splicer:
     _stats: StoreStats
 
     def __post_init__(self) -> None:
-        self._jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, _Job] = {}  # that have not ended
         self._keys = count()
 
     def start(self, blocks: Sequence[NewBlock], conversation: Conversation | None) -> bool:
@@ -101,7 +101,7 @@ class Splicer:
                 for one in reversed(jobs):
                     self._abandon(one)
                 return False
-        self._jobs |= {next(self._keys): job for job in jobs if job.arena_blocks}
+        self.jobs |= {next(self._keys): job for job in jobs if job.arena_blocks}
         return True
 
     def _add(self, job: _Job, block: NewBlock, conversation: Conversation | None) -> bool:
@@ -144,11 +144,11 @@ class Splicer:
 
     def poll(self) -> None:
         """Hand over jobs whose sources have all landed; abandon those with a source that never will."""
-        for key, job in list(self._jobs.items()):
+        for key, job in list(self.jobs.items()):
             if job.submitted:
                 continue
             if not self._has_sources(job):
-                self._abandon(self._jobs.pop(key))
+                self._abandon(self.jobs.pop(key))
             elif all(self._cpu.state(one) is ArenaBlockState.READY for one in job.sources.values()):
                 job.submitted = True
                 self._io.submit_read(Task(key, partial(self._copy, job.pieces)))
@@ -158,7 +158,7 @@ class Splicer:
 
         What was copied from a block that was deleted since cannot be found, and is overwritten.
         """
-        job = self._jobs.pop(key)
+        job = self.jobs.pop(key)
         if not succeeded or not self._has_sources(job):
             self._abandon(job)
             self._cpu.erase_stale()
@@ -186,7 +186,3 @@ class Splicer:
     def _release(self, arena_blocks: Iterable[int]) -> None:
         for arena_block in reversed([*arena_blocks]):
             self._cpu.release(arena_block)
-
-    def running(self) -> Collection[int]:
-        """The numbers of jobs that have not ended."""
-        return self._jobs.keys()

@@ -108,7 +108,7 @@ def held_arena_blocks(sim: Simulation) -> dict[int, int]:
 def check_bounds(sim: Simulation) -> None:
     """Invariant 7: queues are no longer than the arena has blocks, records are of requests that there are."""
     num_arena_blocks, io = sim.cpu.pool.num_blocks, sim.connector.parts.io
-    assert len(io._reads) <= num_arena_blocks + len(sim.store.splicer._jobs), f"{len(io._reads)} reads are queued"
+    assert len(io._reads) <= num_arena_blocks + len(sim.store.splicer.jobs), f"{len(io._reads)} reads are queued"
     assert len(io._pending) <= num_arena_blocks, f"{len(io._pending)} writes are queued"
     known = sim.scheduler.roster.requests.keys()
     assert sim.store.requests.by_id.keys() <= known, "the store tracks a request that ended"
@@ -179,7 +179,7 @@ def check_idle(sim: Simulation, is_thorough: bool) -> None:
 def in_flight(sim: Simulation) -> str:
     """What keeps the store from being idle."""
     store, disk = sim.store, sim.store.disk
-    found = [f"steps {list(store.steps.by_ticket)}", f"ended {len(store.ended)}", f"splices {store.splicer._jobs}"]
+    found = [f"steps {list(store.steps.by_ticket)}", f"ended {len(store.ended)}", f"splices {store.splicer.jobs}"]
     found += [f"hints {list(store.prefetcher.hints)}"]
     if disk is not None:
         found += [f"dirty {len(disk.queue.dirty)}", f"deleting {len(disk.contents.removing)}"]

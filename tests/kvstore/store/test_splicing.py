@@ -77,7 +77,7 @@ class SpliceBench(Bench):
             assert self.arena[arena_block] == self.tokens_of(arena_block)
 
     def check_nothing_is_left(self, num_cached: int) -> None:
-        assert not self.splicer.running() and self.cpu.pool.num_cached == num_cached
+        assert not self.splicer.jobs and self.cpu.pool.num_cached == num_cached
         self.check_idle()
 
 
@@ -143,7 +143,7 @@ def test_a_source_with_other_content_under_its_id_is_none(made):
 def test_blocks_are_found_at_once_and_can_be_loaded_when_they_are_copied(made):
     planned, _ = made.begin(made.talk(3), [(4, 12)])
     assert {made.cpu.state(made.cpu.arena_block_of(one)) for one in planned.chain} == {ArenaBlockState.PENDING}
-    assert made.splicer.running()
+    assert made.splicer.jobs
     assert len(made.run_tasks()) == 2
 
 
@@ -168,7 +168,7 @@ def test_a_source_whose_read_fails_gives_the_splice_up(made):
     assert made.run_tasks() == []
     assert all(made.cpu.arena_block_of(one) is None for one in planned.chain) and made.stats.given_up_splices == 1
     made.read()
-    assert not made.splicer.running()
+    assert not made.splicer.jobs
     made.check_idle()
 
 
@@ -179,7 +179,7 @@ def test_without_a_source_or_an_arena_block_nothing_is_begun(num_arena_blocks):
     if num_arena_blocks == 16:
         made.cpu.forget(old.chain[4])
     planned, has_begun = made.begin(old, [(2, 20)])
-    assert not has_begun and not made.splicer.running()
+    assert not has_begun and not made.splicer.jobs
     assert all(made.cpu.arena_block_of(one) is None for one in planned.chain)
     made.check_idle()
 
@@ -220,7 +220,7 @@ def test_what_is_spliced_already_needs_nothing(made):
     for arena_block in (made.begin(old, [(2, 12)]), made.run_tasks())[1]:
         made.cpu.release(arena_block)
     _, has_begun = made.begin(old, [(2, 12)])
-    assert has_begun and not made.splicer.running()
+    assert has_begun and not made.splicer.jobs
 
 
 def test_a_long_splice_is_copied_in_parts():
