@@ -34,27 +34,27 @@ LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadRe
 
 
 class Deletions:
-    """most: how many may wait for a server; None: all. Of what is dropped, a believed tier rids itself in time."""
+    """most: how many may wait for a server; None: all. Of what is dropped, a believed tier rids itself in time.
+
+    sizes: of all that are not confirmed, in bytes.
+    """
 
     def __init__(self, tier: Believed, most: int | None = None) -> None:
         self._tier, self._most = tier, most
-        self._sizes: dict[BlockId, int] = {}  # of all that are not confirmed
+        self.sizes: dict[BlockId, int] = {}
         # Of these: not handed over yet, or to be tried again.
         self._waiting: defaultdict[TierWorker, dict[BlockId, None]] = defaultdict(dict)
 
-    def __contains__(self, block_id: BlockId) -> bool:
-        return block_id in self._sizes
-
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self.sizes)
 
     @property
     def num_bytes(self) -> int:
         """How much will be free."""
-        return sum(self._sizes.values())
+        return sum(self.sizes.values())
 
     def add(self, block_id: BlockId, num_bytes: int = 0) -> None:
-        self._sizes[block_id] = num_bytes
+        self.sizes[block_id] = num_bytes
         waiting = self._waiting[self._tier.home(block_id)]
         waiting[block_id] = None
         if self._most is not None and len(waiting) > self._most:
@@ -62,7 +62,7 @@ class Deletions:
 
     def drop(self, block_id: BlockId) -> None:
         """Delete it no more: it is written again."""
-        self._sizes.pop(block_id, None)
+        self.sizes.pop(block_id, None)
         self._waiting[self._tier.home(block_id)].pop(block_id, None)
 
     def pump(self) -> bool:
@@ -78,12 +78,12 @@ class Deletions:
         for block_id in block_ids:
             if error is None:
                 self.drop(block_id)
-            elif block_id in self._sizes:
+            elif block_id in self.sizes:
                 self._waiting[self._tier.home(block_id)][block_id] = None
 
     def has_some(self, block_ids: Iterable[BlockId]) -> bool:
         """Whether some of these are not deleted yet."""
-        return not self._sizes.keys().isdisjoint(block_ids)
+        return not self.sizes.keys().isdisjoint(block_ids)
 
     def have_failed(self, block_ids: Collection[BlockId]) -> bool:
         """Whether some of these wait for another try."""
@@ -96,10 +96,10 @@ class Deletions:
     def in_flight(self) -> Collection[BlockId]:
         """Those that run, and those that could be handed over."""
         held = self.held()
-        return self._sizes.keys() - held if held else self._sizes.keys()
+        return self.sizes.keys() - held if held else self.sizes.keys()
 
     def clear(self) -> None:
-        self._sizes.clear()
+        self.sizes.clear()
         self._waiting.clear()
 
 
@@ -126,7 +126,7 @@ class DiskContents:
 
     def contains(self, block_id: BlockId) -> bool:
         """Whether the disk has this block; False while it is being deleted."""
-        return block_id in self.index and block_id not in self.removing and not self._disk.file.broken
+        return block_id in self.index and block_id not in self.removing.sizes and not self._disk.file.broken
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """These blocks and all below them on disk."""

@@ -203,7 +203,7 @@ class RemoteBlocks:
                 self._read_done(done)
             elif isinstance(done, WriteDone):
                 for block_id in self.stores.ended(done):
-                    if block_id not in self.deletes:
+                    if block_id not in self.deletes.sizes:
                         self.contents.learn(block_id)
                 self.deletes.ended(done.batch.deletes, done.error)
         self.deletes.pump()

@@ -127,7 +127,7 @@ def on_disk(sim: Simulation) -> dict[BlockId, BlockId]:
     disk = sim.store.disk
     if disk is None:
         return {}
-    entries, removing = disk.contents.index._entries, disk.contents.removing
+    entries, removing = disk.contents.index._entries, disk.contents.removing.sizes
     return {key: entry.parent_id for key, entry in entries.items() if key not in removing}
 
 

@@ -295,7 +295,7 @@ def hear(deletes: Deletions, tier: TierWorker) -> None:
 def test_what_is_confirmed_is_gone(shared, tier):
     shared.blocks = dict.fromkeys(IDS, b"")
     deletes = given_up(tier, IDS[:3])
-    assert deletes.num_bytes == 30 and IDS[0] in deletes and IDS[3] not in deletes
+    assert deletes.num_bytes == 30 and IDS[0] in deletes.sizes and IDS[3] not in deletes.sizes
     shared.may_answer.clear()
     assert deletes.pump() and not deletes.pump()
     deletes.add(IDS[3])
@@ -332,7 +332,7 @@ def test_what_waits_is_bounded_and_the_oldest_is_left_to_its_time_to_live(shared
     deletes = given_up(tier, IDS)
     assert len(deletes) == len(IDS)
     deletes.add(b"x" * 32)
-    assert IDS[0] not in deletes and IDS[1] in deletes and b"x" * 32 in deletes
+    assert IDS[0] not in deletes.sizes and IDS[1] in deletes.sizes and b"x" * 32 in deletes.sizes
 
 
 # -- stores ----------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_forget_names_what_went_and_waits_for_nothing_else(engine):
     settle(engine)
     chain = chain_of(engine, tokens(9, 100))
     with engine.connector.parts.lock:
-        engine.connector.parts.store.disk.contents.removing._sizes[b"?" * 32] = 0  # of an eviction that does not end
+        engine.connector.parts.store.disk.contents.removing.sizes[b"?" * 32] = 0  # of an eviction that does not end
     assert engine.connector.upkeep.forget(chain[2:3], timeout_s=TIMEOUT_S) == (frozenset(chain[2:]), True)
     with engine.connector.parts.lock:
         engine.connector.parts.store.disk.contents.removing.drop(b"?" * 32)
