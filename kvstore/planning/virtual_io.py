@@ -26,7 +26,7 @@ from kvstore.store.control_plane import KVStore
 from kvstore.store.stored import Identity, TierReads
 from kvstore.store.write_back import PAGE_BYTES, WriteBack
 from kvstore.tiers.port import Chain, Keeps, Rank, ReadJob, Stored, WriteBatch, Written
-from kvstore.tiers.work import Lane, Reads, Writes
+from kvstore.tiers.work import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 
 STORE_BLOCK_BYTES = 2 << 20  # that a block takes, as the store is told: for such are the bounds of its queues
@@ -136,11 +136,11 @@ class VirtualEvents:
     def _write_next(self, _: object) -> None:
         with self._worker.lock:
             taken = self._worker.take_work(Lane.WRITE)
-        self._is_writing = isinstance(taken, Writes)
-        if isinstance(taken, Writes):
-            self._clock.at(self._clock.now_s + self._write_s[len(taken.batch.jobs)], self._write, taken)
+        self._is_writing = isinstance(taken, WriteBatch)
+        if isinstance(taken, WriteBatch):
+            self._clock.at(self._clock.now_s + self._write_s[len(taken.jobs)], self._write, taken)
 
-    def _write(self, taken: Writes) -> None:
+    def _write(self, taken: WriteBatch) -> None:
         self._worker.run(taken)
         self._is_writing = False
         if self._worker.has_writes:

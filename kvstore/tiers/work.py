@@ -39,7 +39,6 @@ class WriteDone:
     batch: WriteBatch
     stored: Sequence[Stored] = ()
     error: str | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ class Asked:
     number: int
     chain: Chain
     there: list[bool] | None = None
-    seconds: float = 0.0
 
 
 Done = ReadDone | WriteDone | TaskDone | Asked
@@ -73,19 +71,10 @@ class Reads:
 
 
 @dataclass(slots=True)
-class Writes:
-    """Taken to be written."""
-
-    batch: WriteBatch
-    begun_s: float
-
-
-@dataclass(slots=True)
 class Questioning:
     """Taken to be asked. asked None: whether a tier that has failed answers again."""
 
     asked: Asked | None
-    begun_s: float
 
 
-Work = Reads | Writes | Questioning
+Work = Reads | WriteBatch | Questioning

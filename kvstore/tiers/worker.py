@@ -33,7 +33,7 @@ from kvstore.tiers.port import (
     Written,
 )
 from kvstore.tiers.queues import PendingWrites, RankedReads, Task
-from kvstore.tiers.work import Asked, Done, Lane, Questioning, ReadDone, Reads, TaskDone, Work, WriteDone, Writes
+from kvstore.tiers.work import Asked, Done, Lane, Questioning, ReadDone, Reads, TaskDone, Work, WriteDone
 
 BATCH_BYTES = 64 << 20
 WAKE_EVERY = 32  # reads, when more are queued
@@ -339,7 +339,7 @@ class TierWorker:
         rate = self.counts.rates["read_bytes_per_s"] or 0
         return min(max(LEAST_READ_BYTES, READ_BATCH_S * rate), self.tier.most_read_bytes)
 
-    def _take_writes(self) -> Writes | float | None:
+    def _take_writes(self) -> WriteBatch | float | None:
         wait_s = self._pending.wait_s(self._clock())
         if wait_s is None:
             return None if self._is_closing else math.inf
@@ -347,22 +347,22 @@ class TierWorker:
             return wait_s
         batch = self._pending.pop()
         self._is_writing = bool(batch.jobs or batch.deletes)
-        return Writes(batch, self._clock())
+        return batch
 
     def _take_questioning(self) -> Questioning | float | None:
         if self._is_closing:
             return None
         if self._asks:
             self._asking_since_s = self._clock()
-            return Questioning(self._asks.popleft(), self._asking_since_s)
+            return Questioning(self._asks.popleft())
         wait_s = self.health.retry_in_s
-        return Questioning(None, self._clock()) if wait_s == 0 else math.inf if wait_s is None else wait_s
+        return Questioning(None) if wait_s == 0 else math.inf if wait_s is None else wait_s
 
     def run(self, work: Work) -> None:
         """Do it now; what came of it is polled."""
         if isinstance(work, Reads):
             self._run_reads(work)
-        elif isinstance(work, Writes):
+        elif isinstance(work, WriteBatch):
             self._run_writes(work)
         elif work.asked is not None:
             self._run_question(work.asked)
@@ -422,14 +422,13 @@ class TierWorker:
             rate = num_bytes / max(seconds, 1e-6)
             self.counts.add(reads=len(read), read_bytes=num_bytes, read_seconds=seconds, read_bytes_per_s=rate)
 
-    def _run_writes(self, taken: Writes) -> None:
-        batch, written = taken.batch, self._write(taken.batch)
-        done = WriteDone(batch, written.stored, written.error, self._clock() - taken.begun_s)
+    def _run_writes(self, batch: WriteBatch) -> None:
+        written = self._write(batch)
         with self.lock:
             if written.error is not None and batch.touched and not self._is_closing:
                 self._pending.touch_again(dict(batch.touched), self._clock())
             if batch.jobs or batch.deletes:
-                self._done.append(done)
+                self._done.append(WriteDone(batch, written.stored, written.error))
             self._is_writing = False
         self._on_progress()
 
@@ -462,11 +461,10 @@ class TierWorker:
                 there = self._session().ask(asked.chain)
             except Exception as error:  # the border of a thread
                 self._failed("ask", error)
-        seconds = self._clock() - started_s
         if there is not None:
-            self.counts.add(asks=1, ask_seconds=seconds)
+            self.counts.add(asks=1, ask_seconds=self._clock() - started_s)
         self._asking_since_s = None
-        self._done.append(Asked(asked.number, asked.chain, there, seconds))
+        self._done.append(Asked(asked.number, asked.chain, there))
         self._on_progress()
 
     def _probe(self) -> None:

@@ -22,8 +22,8 @@ from kvstore.disk.index import IndexEntry
 from kvstore.disk.tier import DiskSession, WriteOutcome
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
-from kvstore.tiers.port import Keeps, ReadJob
-from kvstore.tiers.work import Lane, Reads, Writes
+from kvstore.tiers.port import Keeps, ReadJob, WriteBatch
+from kvstore.tiers.work import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool
 
@@ -227,7 +227,7 @@ class VirtualThreads:
         self._worker, self._disk, self._clock, self._arena = worker, disk, clock, arena
         self._read_s, self._rng = read_s, rng
         self._num_reading = 0
-        self.writing: Writes | None = None
+        self.writing: WriteBatch | None = None
         self.has_hung = False
 
     def wake(self, lane: Lane) -> None:
@@ -269,15 +269,15 @@ class VirtualThreads:
         if self.writing is not None:
             return
         taken = self._take(Lane.WRITE)
-        if isinstance(taken, Writes):
-            self.writing, before = taken, [bytes(job.fetch()) for job in taken.batch.jobs]
+        if isinstance(taken, WriteBatch):
+            self.writing, before = taken, [bytes(job.fetch()) for job in taken.jobs]
             seconds = self._read_s * (1 + len(before) / 2) * self._rng.uniform(0.5, 2.0)
             self._clock.io.after(seconds, partial(self._commit, taken, before))
         elif isinstance(taken, float) and taken < math.inf:
             self._clock.io.after(taken, self._start_batch)
 
-    def _commit(self, taken: Writes, before: list[bytes]) -> None:
-        jobs = taken.batch.jobs
+    def _commit(self, taken: WriteBatch, before: list[bytes]) -> None:
+        jobs = taken.jobs
         assert [bytes(job.fetch()) for job in jobs] == before, "an arena block was written while it was being stored"
         for job in jobs:
             self._arena.end(job.handle, "write to disk")
