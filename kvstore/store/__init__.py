@@ -3,8 +3,6 @@
 One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
-- `contents`: what is on disk, and what leaves it: evicted, deleted or lost; what a believed tier is thought to have;
-  deletions that a tier has not confirmed
 - `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
   scheduled
 - `deletion`: by request, with all that was computed after it; eviction by hand
@@ -22,10 +20,11 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `saving`: which tokens of a step are saved, and where; the transfers of steps that are in flight
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
-- `stored`: which blocks CPU and disk hold together, and whose they are; reads in flight, and their urgency
+- `stored`: what the tiers hold, and whose it is: what is on disk, what a believed tier is thought to have, deletions
+  that a tier has not confirmed; reads in flight, and their urgency
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
-- `write_back`: what waits to be written and what is written next, and what becomes of failed writes
+- `write_back`: what is written next, what is evicted or deleted from disk, and what becomes of failed writes
 
 Decisions:
 

@@ -18,7 +18,6 @@ from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.contents import BelievedContents
 from kvstore.store.deletion import Deletion
 from kvstore.store.progress import Stage
 from kvstore.store.remote import RemoteBlocks, RemoteSource
@@ -26,7 +25,7 @@ from kvstore.store.requests import Prefetcher, Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
-from kvstore.store.stored import ChainContent, Identity, StoredBlocks, TierReads
+from kvstore.store.stored import BelievedContents, ChainContent, Identity, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.work import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker

@@ -14,7 +14,7 @@ from kvstore.blocks.records import Evict, Evicted
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.contents import Deletions
+from kvstore.store.stored import Deletions
 from kvstore.store.write_back import WriteBack
 
 

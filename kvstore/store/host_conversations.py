@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
-from kvstore.store.contents import DiskContents
+from kvstore.store.stored import DiskContents
 
 MAX_NAMES = 1 << 16
 REST_S = 30.0  # after its last write, a conversation without known requests rests

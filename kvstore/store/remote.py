@@ -22,11 +22,10 @@ from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
-from kvstore.store.contents import LOST_BY, BelievedContents, Deletions
 from kvstore.store.progress import Stage
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Prefetcher, Requests, Tracked
-from kvstore.store.stored import StoredBlocks, TierReads
+from kvstore.store.stored import LOST_BY, BelievedContents, Deletions, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Chain
 from kvstore.tiers.work import Asked, Done, ReadDone, WriteDone

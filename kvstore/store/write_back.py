@@ -1,7 +1,9 @@
-"""From the CPU tier to the disk: which dirty arena block is written next, and what becomes of failed writes and reads.
+"""From the CPU tier to the disk: which dirty arena block is written next, what leaves the disk to make room for it, and
+what becomes of failed writes and reads.
 
-A dirty arena block holds one reference until its write is durable. A disk that failed is tried again after a longer
-while each time.
+A dirty arena block holds one reference until its write is durable. What leaves the disk is evicted, deleted or lost;
+what CPU and disk hold together stays closed under parents. A disk that failed is tried again after a longer while each
+time.
 
 Control plane, one thread; the worker of the disk does the work and is polled. Eviction from the CPU tier is metadata
 only because every block that is free there has been written.
@@ -10,21 +12,23 @@ only because every block that is free there has been written.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvstore.blocks.forest import ParentsInFlight
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
+from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import TenantBytes
 from kvstore.disk.opening import OpenDisk
+from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.contents import LOST_BY, Deletions, DiskContents, DiskSpace
-from kvstore.store.stored import TierReads
+from kvstore.store.stored import LOST_BY, Deletions, DiskContents, TierReads
 from kvstore.tiers.port import WriteJob
 from kvstore.tiers.work import ReadDone, WriteDone
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
@@ -105,6 +109,95 @@ class WriteQueue:
         is_so = arena_block in self._unsure
         self._unsure.discard(arena_block)
         return is_so
+
+
+@dataclass(eq=False)
+class DiskSpace:
+    _disk: DiskTier
+    _cpu: CpuTier
+    _contents: DiskContents
+    _stats: StoreStats
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How large the file may become."""
+        return self._disk.file.capacity_bytes
+
+    def delete(self, block_ids: Sequence[BlockId]) -> None:
+        """Delete blocks from the disk and the CPU tier. Holders of arena blocks keep them."""
+        for block_id in reversed(block_ids):
+            self._cpu.forget(block_id)
+        self._delete(block_ids)
+
+    def delete_written(self, block_id: BlockId) -> None:
+        """Delete a block that was written although its arena block was given up. A newer copy in the CPU tier stays."""
+        self._delete([block_id])
+
+    def _delete(self, block_ids: Sequence[BlockId]) -> None:
+        sizes = [self._contents.remove(block_id) for block_id in block_ids]
+        self._stats.disk_removals += len(sizes) - sizes.count(None)
+        self._submit([(block_id, size or 0) for block_id, size in zip(block_ids, sizes, strict=True)])
+
+    def _submit(self, blocks: Sequence[tuple[BlockId, int]]) -> None:
+        """Submit deletions of these blocks, given with their sizes. They are no longer in the index."""
+        for block_id, size in reversed(blocks):
+            self._contents.leaves(block_id, size)
+        self._contents.removing.pump()
+
+    def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """These and all that builds on them, on disk or in the CPU tier, parents before children."""
+        return self._cpu.with_descendants(self._contents.with_descendants(block_ids))
+
+    def delete_tree(
+        self, block_id: BlockId, gone: Sequence[BlockId] = (), result: ReadResult = ReadResult.CORRUPT
+    ) -> None:
+        """Delete a lost block and all that was computed after it, as nobody could use that.
+
+        gone: what the CPU tier had below it until now. result: of the read that found out.
+        """
+        lost = self.with_descendants([block_id, *gone])
+        self._stats.losses.note(LOST_BY.get(result, "unreadable"), "disk", *lost, why=result.value)
+        self.delete(lost)
+
+    def begin_anew(self) -> None:
+        """Start again after the file was set aside. Drop the CPU tier's blocks whose parents were only on disk, as
+        nobody can use them.
+        """
+        lost = [one for one in self._cpu.absent_parents() if one in self._contents.index]
+        for block_id in self._cpu.with_descendants(lost):
+            self._cpu.forget(block_id)
+        self._contents.begin_anew()
+
+    def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
+        """Evict, in order, until this much more may be written. Returns False if that must wait.
+
+        num_queued_bytes: how much of it the writer already has.
+        """
+        excess = self._disk.file.excess_bytes(incoming_bytes) - self._contents.removing.num_bytes
+        if excess <= 0:
+            return True
+        has_evicted = self.evict(excess)
+        # Their pages become usable after the next transactions. Half of the space above the watermark bridges that.
+        slack = (1 - WATERMARK) * self._disk.file.capacity_bytes / 2
+        return has_evicted and (excess <= slack or not num_queued_bytes)
+
+    def evict(self, num_bytes: int) -> bool:
+        """Evict at least this much, in order. Returns False if nothing can be evicted."""
+        victims = self._contents.index.take_victims(num_bytes, self._cpu.is_needed)
+        self._stats.disk_evictions += len(victims)
+        self._stats.losses.note("evicted", "disk", *(entry.block_id for entry in victims))
+        for entry in reversed(victims):
+            self._cpu.forget(entry.block_id)
+        self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])
+        return bool(victims)
+
+    def select(self, what: Evict) -> tuple[list[BlockId], Evicted]:
+        """Matching blocks on disk, tails first, and their size. Blocks in use stay, unless they are named."""
+        index = self._contents.index
+        named = what.everything or what.block_ids is not None
+        chosen = index.select(what) if named else index.select(what, self._cpu.is_needed)
+        entries = [index.get(block_id) for block_id in chosen]
+        return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))
 
 
 class WriteBack:

@@ -20,10 +20,9 @@ from kvstore.engine.core.request import CachedCount, Request
 from kvstore.engine.core.scheduler import Roster
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
-from kvstore.store.contents import DiskSpace
 from kvstore.store.requests import Requests
 from kvstore.store.saving import StepsInFlight
-from kvstore.store.write_back import WriteBack
+from kvstore.store.write_back import DiskSpace, WriteBack
 from kvstore.tiers.work import WriteDone
 from kvstore.tiers.worker import TierWorker
 from tests.simulation.run import CONFIGS, Simulation
