@@ -23,7 +23,7 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import KVStore
-from kvstore.store.stored import Identity, TierReads
+from kvstore.store.stored import Identity, StoreContext
 from kvstore.store.write_back import PAGE_BYTES, WriteBack
 from kvstore.tiers.port import Chain, Keeps, Rank, ReadJob, Stored, WriteBatch, Written
 from kvstore.tiers.work import Lane, Reads
@@ -197,13 +197,11 @@ def virtual_store(
     limits = WorkerLimits(gather_s=0.0, batch_bytes=(len(batches_s) - 1) * STORE_BLOCK_BYTES)
     io = TierWorker("disk", disk, woken, limits, clock, executor)
     cpu = CpuTier(num_arena_blocks, keep=bool(config.cpu_blocks), order=steering.order("cpu"), clock=clock)
-    write_back = reads = None
-    if disk is not None:
-        memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of every arena block; nobody touches it, so it takes none
-        on_disk = OpenDisk(cast(DiskTier, disk), DiskIndex(clock), [])
-        write_back = WriteBack(on_disk, cpu, io, lambda _: memory, stats, clock, steering)
-        reads = TierReads(cpu, [io], lambda _: memory, stats)
+    memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of every arena block; nobody touches it, so it takes none
+    context = StoreContext(cpu, lambda _: memory, steering, stats, clock)
+    on_disk = None if disk is None else OpenDisk(cast(DiskTier, disk), DiskIndex(clock), [])
+    write_back = None if on_disk is None else WriteBack(context, on_disk, io)
     planner = Planner(STORE_BLOCK_BYTES, block_size, always=True)
     identity = Identity(b"", "", block_size)
-    store = KVStore(cpu, io, write_back, reads, transfers, identity, planner, lambda _: None, stats, clock, steering)
+    store = KVStore(context, planner, identity, io, transfers, lambda _: None, write_back)
     return store, io

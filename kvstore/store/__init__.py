@@ -21,7 +21,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
 - `stored`: what the tiers hold, and whose it is: what is on disk, what a believed tier is thought to have, deletions
-  that a tier has not confirmed; reads in flight, and their urgency
+  that a tier has not confirmed; reads in flight, and their urgency; what the parts of a store share
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
 - `write_back`: what is written next, what is evicted or deleted from disk, and what becomes of failed writes

@@ -33,13 +33,13 @@ from kvstore.remote.object_address import ObjectAddress, parse_remote_url
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.prefill import PrefillServer
 from kvstore.remote.redis_blocks import RedisBlocks
-from kvstore.remote.spread import Believed, SpreadTier
+from kvstore.remote.spread import SpreadTier
 from kvstore.stats import MOST_LOSSES, Losses, StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
 from kvstore.store.progress import StoreProgress
 from kvstore.store.remote import RemoteSource
-from kvstore.store.stored import Identity, TierReads
+from kvstore.store.stored import Identity, StoreContext
 from kvstore.store.tiered import DataPlane, StoreParts, TieredConnector
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import BlockTier
@@ -91,25 +91,21 @@ def open_tiered(
         holdings = holdings_of(partial(lineage_root, secret, name), on_disk) if reports else None
         in_cpu, losses = holdings if tiers.cpu else None, stats.losses if disk is None else None
         cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu, losses)
+        context = StoreContext(cpu, arena.view, steering, stats, clock)
         # Freed pages become usable two transactions later, so a batch must be small compared with the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         io = TierWorker("disk", disk, progress.wake, WorkerLimits(batch_bytes=batch_bytes))
         if on_disk is not None:
             tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
-            write_back = WriteBack(on_disk, cpu, io, arena.view, stats, clock, steering, tenant_bytes, holdings)
+            write_back = WriteBack(context, on_disk, io, tenant_bytes, holdings)
         transfer = make_transfer(device, arena, progress.wake)
         if others is not None:
             others.use(FarBlocks(arena))
             transfer = RankedTransfer(transfer, others)
         identity = Identity(bytes.fromhex(name), label(model), layout.block_size)
-        tiers_below: list[Believed] = [] if disk is None else [io]
         if owner is not None or fleet is not None:
-            remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk, arena)
-            tiers_below.append(remote.tier)
-        reads = TierReads(cpu, tiers_below, arena.view, stats) if tiers_below else None
-        store = KVStore(
-            cpu, io, write_back, reads, transfer, identity, planner, arena.copy_tokens, stats, clock, steering, remote
-        )
+            remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk)
+        store = KVStore(context, planner, identity, io, transfer, arena.copy_tokens, write_back, remote)
         parts = StoreParts(
             directory, threading.RLock(), progress, store, disk, io, learned, secret, cpu, arena, transfer, holdings
         )
@@ -124,18 +120,18 @@ def holdings_of(root_of: Callable[[str], BlockId], on_disk: OpenDisk | None) -> 
 
 def remote_source(
     tiers: CacheTiers, owner: str | None, fleet: FleetSecret | None, fingerprint: str, layout: KVLayout,
-    wake: Callable[[], None], disk: DiskTier | None, arena: Arena,
+    wake: Callable[[], None], disk: DiskTier | None,
 ) -> RemoteSource:  # fmt: skip
     """The tier of `--remote`, or the disk that another process owns: to the engine that is its disk."""
     if fleet is None:
         assert owner is not None
         tier = TierWorker("disk", OwnedBlocks(owner), wake, AT_ONCE_LIMITS)
-        return RemoteSource(tier, None, arena.view, time.time, is_told=True)
+        return RemoteSource(tier, None, is_told=True)
     names = BlockNames(fleet, bytes.fromhex(fingerprint))
     workers = [TierWorker("remote", one, wake, AT_ONCE_LIMITS) for one in open_shared(tiers, names, layout)]
     prefill = open_prefill(tiers, fleet, fingerprint, wake)
     shared = workers[0] if len(workers) == 1 else SpreadTier(workers)
-    return RemoteSource(shared, None if disk is None else disk.read, arena.view, time.time, prefill)
+    return RemoteSource(shared, None if disk is None else disk.read, prefill)
 
 
 def open_prefill(

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss, TransferPlan, Transferred
-from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
-from kvstore.policy.policies import Steering
+from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
 from kvstore.store.progress import Stage
@@ -25,7 +24,7 @@ from kvstore.store.requests import Prefetcher, Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
-from kvstore.store.stored import BelievedContents, ChainContent, Identity, StoredBlocks, TierReads
+from kvstore.store.stored import BelievedContents, ChainContent, Identity, StoreContext, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.work import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
@@ -135,22 +134,26 @@ class Matcher:
 
 
 class KVStore:
-    """io: works for the disk, and copies. disk, remote: None without such a tier. reads: None without either. copy:
-    copies bytes within the arena.
+    """io: works for the disk, and copies. disk, remote: None without such a tier. copy: copies bytes within the arena.
+
+    reads: None without a tier below the CPU tier.
     """
 
     def __init__(
-        self, cpu: CpuTier, io: TierWorker, disk: WriteBack | None, reads: TierReads | None, transfers: Transfers,
-        identity: Identity, planner: Planner, copy: Callable[[Sequence[Piece]], None], stats: StoreStats,
-        clock: Callable[[], float], steering: Steering, remote: RemoteSource | None = None,
+        self, context: StoreContext, planner: Planner, identity: Identity, io: TierWorker, transfers: Transfers,
+        copy: Callable[[Sequence[Piece]], None], disk: WriteBack | None, remote: RemoteSource | None = None,
     ) -> None:  # fmt: skip
+        self.cpu, self.steering, self.stats = cpu, steering, stats = context.cpu, context.steering, context.stats
         self.remote: RemoteBlocks | None = None
-        self.reads = reads
-        self.cpu, self.disk, self.stats, self.steering, self.planner = cpu, disk, stats, steering, planner
-        self._io, self._transfers, self._clock = io, transfers, clock
+        self.disk, self.planner = disk, planner
+        self._io, self._transfers, self._clock = io, transfers, context.clock
+        below: list[Believed] = [] if disk is None else [io]
+        if remote is not None:
+            below.append(remote.tier)
+        self.reads = reads = TierReads(context, below) if below else None
         contents = None if disk is None else disk.contents
-        believed = None if remote is None else BelievedContents(remote.tier, remote.clock)
-        self.stored = StoredBlocks(cpu, contents, reads, identity, stats, clock, believed)
+        believed = None if remote is None else BelievedContents(remote.tier, context.clock)
+        self.stored = StoredBlocks(context, contents, reads, identity, believed)
         self.requests = Requests(cpu, self.stored, reads, stats)
         num_disk_blocks = 0 if disk is None else disk.space.capacity_bytes // planner.block_bytes
         self.prefetcher = Prefetcher(
@@ -158,17 +161,15 @@ class KVStore:
             reads is not None,
         )  # fmt: skip
         if remote is not None and believed is not None and reads is not None:
-            self.remote = RemoteBlocks(
-                remote, believed, cpu, disk, self.stored, reads, planner, self.requests, self.prefetcher, stats
-            )
+            self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, self.prefetcher)
             self.requests.is_asking = self.remote.is_asking
-        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, clock, cpu.keep)
+        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, context.clock, cpu.keep)
         self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.saver, stats, self._landed)
         filled = lambda: being_filled(self)  # noqa: E731
-        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, filled, self.remote)
+        self.deletion = Deletion(context, disk, planner.block_bytes, filled, self.remote)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
 
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> tuple[str, ...]:

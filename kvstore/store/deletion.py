@@ -6,15 +6,11 @@ Control plane, one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
-from kvstore.memory.tier import CpuTier
-from kvstore.policy.policies import Steering
-from kvstore.stats import StoreStats
-from kvstore.store.stored import Deletions
+from kvstore.store.stored import Deletions, StoreContext
 from kvstore.store.write_back import WriteBack
 
 
@@ -28,19 +24,15 @@ class SharedTier(Protocol):
     def evicted(self, block_ids: Iterable[BlockId]) -> None: ...
 
 
-@dataclass(eq=False)
 class Deletion:
     """disk, remote: None without such a tier. being_filled: arena blocks whose blocks have no id yet."""
 
-    _cpu: CpuTier
-    _disk: WriteBack | None
-    _steering: Steering
-    _stats: StoreStats
-    _block_bytes: int
-    _being_filled: Callable[[], Iterable[int]]
-    _remote: SharedTier | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, context: StoreContext, disk: WriteBack | None, block_bytes: int,
+        being_filled: Callable[[], Iterable[int]], remote: SharedTier | None = None,
+    ) -> None:  # fmt: skip
+        self._cpu, self._steering, self._stats = context.cpu, context.steering, context.stats
+        self._disk, self._block_bytes, self._being_filled, self._remote = disk, block_bytes, being_filled, remote
         self.to_erase: set[int] = set()  # deleted arena blocks that were still held
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:

@@ -19,6 +19,7 @@ from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
+from kvstore.store.stored import StoreContext
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.work import WriteDone
 from kvstore.tiers.worker import TierWorker
@@ -93,10 +94,9 @@ class HostWrites:
         self._max_bytes = min(MAX_WRITE_BYTES, on_disk.tier.file.capacity_bytes // 4)
         # Has no arena: each of its blocks stands for a buffer of the host while that is being written.
         self._cpu = CpuTier(MAX_WRITES, keep=False)
-        self.disk = WriteBack(
-            on_disk, self._cpu, io, lambda one: self._borrowed[one].view, stats, clock, steering, tenant_bytes
-        )
-        self.deletion = Deletion(self._cpu, self.disk, steering, stats, 1, tuple)
+        context = StoreContext(self._cpu, lambda arena_block: self._borrowed[arena_block].view, steering, stats, clock)
+        self.disk = WriteBack(context, on_disk, io, tenant_bytes)
+        self.deletion = Deletion(context, self.disk, 1, tuple)
 
     def __len__(self) -> int:
         return len(self._borrowed)

@@ -17,15 +17,13 @@ from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed
-from kvstore.stats import StoreStats
 from kvstore.store.progress import Stage
 from kvstore.store.remote_stores import RemoteStores
-from kvstore.store.requests import Prefetcher, Requests, Tracked
-from kvstore.store.stored import LOST_BY, BelievedContents, Deletions, StoredBlocks, TierReads
+from kvstore.store.requests import Prefetcher, Tracked
+from kvstore.store.stored import LOST_BY, BelievedContents, Deletions, StoreContext, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Chain
 from kvstore.tiers.work import Asked, Done, ReadDone, WriteDone
@@ -136,15 +134,12 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """read: reads a block from disk, in any thread; None without a disk. view: the bytes of an arena block. prefill:
-    another server, which computes prompts for this one; None without one. is_told: its owner hears by itself of what is
-    evicted by hand.
+    """read: reads a block from disk, in any thread; None without a disk. prefill: another server, which computes
+    prompts for this one; None without one. is_told: its owner hears by itself of what is evicted by hand.
     """
 
     tier: Believed
     read: Callable[[BlockRecord, memoryview], ReadResult] | None
-    view: Callable[[int], memoryview]
-    clock: Callable[[], float]
     prefill: PrefillServer | None = None
     is_told: bool = False
 
@@ -153,19 +148,19 @@ class RemoteBlocks:
     """disk: None without a disk. contents: what the tier is thought to have."""
 
     def __init__(
-        self, source: RemoteSource, contents: BelievedContents, cpu: CpuTier, disk: WriteBack | None,
-        stored: StoredBlocks, reads: TierReads, planner: Planner, requests: Requests, prefetcher: Prefetcher,
-        stats: StoreStats,
+        self, context: StoreContext, planner: Planner, source: RemoteSource, contents: BelievedContents,
+        disk: WriteBack | None, stored: StoredBlocks, reads: TierReads, prefetcher: Prefetcher,
     ) -> None:  # fmt: skip
-        self._source, self.contents, self._cpu, self._disk, self._stats = source, contents, cpu, disk, stats
-        self._reads, self._planner, self._requests, self._prefetcher = reads, planner, requests, prefetcher
+        self._source, self.contents, self._disk, self._reads = source, contents, disk, reads
+        self._cpu, self._stats, clock = context.cpu, context.stats, context.clock
+        self._planner, self._prefetcher = planner, prefetcher
         self._ended: deque[Done] = deque()
-        self.questions = Questions(source.tier, source.clock, planner.always)
+        self.questions = Questions(source.tier, clock, planner.always)
         self.deletes = Deletions(source.tier, MOST_DELETES)
-        self.stores = RemoteStores(source.tier, cpu, stored, source.read, source.view, source.clock)
+        self.stores = RemoteStores(source.tier, context.cpu, stored, source.read, context.view, clock)
         self.elsewhere = None
         if source.prefill is not None:
-            self.elsewhere = Elsewhere(source.prefill, planner, source.clock, stored.block_size, self.questions.ask)
+            self.elsewhere = Elsewhere(source.prefill, planner, clock, stored.block_size, self.questions.ask)
 
     def arrive(self, request: Tracked) -> None:
         """Ask what is there of a new request, which waits a little for the answer."""
@@ -175,11 +170,8 @@ class RemoteBlocks:
     def _answered(self, request: Tracked) -> None:
         if request.key is None:
             self._prefetcher.hint(request)
-        elif self._requests.by_id.get(request.request_id) is request:
-            if self._requests.look_again(request):
-                self._prefetcher.answered(request)
-            if self.elsewhere is not None:
-                self.elsewhere.ask(request)
+        elif self._prefetcher.answered(request) and self.elsewhere is not None:
+            self.elsewhere.ask(request)
 
     def hint(self, hint: Tracked) -> None:
         """Read what is there for a hint, once that is known."""

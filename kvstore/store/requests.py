@@ -355,12 +355,16 @@ class Prefetcher:
         if NEW_SHARE * self._num_new >= len(self.waiting):  # else thousands would be examined thousands of times
             self.poll()
 
-    def answered(self, request: Tracked) -> None:
-        """More is known about what is stored for a request."""
-        if request.request_id in self.waiting:
-            assert request.conversation is not None and request.key is not None
-            self.waiting.add(request.request_id, request.key, request.conversation, len(request.arrival))
-        self._has_changed = True
+    def answered(self, request: Tracked) -> bool:
+        """A tier has said what is stored for a request. Returns False if the request has been removed meanwhile."""
+        if self._requests.by_id.get(request.request_id) is not request:
+            return False
+        if self._requests.look_again(request):
+            if request.request_id in self.waiting:
+                assert request.conversation is not None and request.key is not None
+                self.waiting.add(request.request_id, request.key, request.conversation, len(request.arrival))
+            self._has_changed = True
+        return True
 
     def start(self, request: Tracked) -> None:
         """A request runs in the next step."""

@@ -37,6 +37,17 @@ KNOWN_S = 300.0  # how long its answers are believed
 LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadResult.MISSING: "damaged"}
 
 
+@dataclass(frozen=True, slots=True)
+class StoreContext:
+    """What the parts of one store share. view: the bytes of an arena block."""
+
+    cpu: CpuTier
+    view: Callable[[int], memoryview]
+    steering: Steering
+    stats: StoreStats
+    clock: Callable[[], float]
+
+
 class Deletions:
     """most: how many may wait for a server; None: all. Of what is dropped, a believed tier rids itself in time.
 
@@ -212,14 +223,10 @@ class BelievedContents:
 
 
 class TierReads:
-    """tiers: those that are read from, one of a kind at most. exact, believed: their names. view: the bytes of an arena
-    block.
-    """
+    """tiers: those that are read from, one of a kind at most. exact, believed: their names."""
 
-    def __init__(
-        self, cpu: CpuTier, tiers: Iterable[Believed], view: Callable[[int], memoryview], stats: StoreStats
-    ) -> None:
-        self._cpu, self._view, self._stats = cpu, view, stats
+    def __init__(self, context: StoreContext, tiers: Iterable[Believed]) -> None:
+        self._cpu, self._view, self._stats = context.cpu, context.view, context.stats
         self._tiers = {tier.name: tier for tier in tiers}
         self.exact = next((tier.name for tier in self._tiers.values() if not tier.is_believed), None)
         self.believed = next((tier.name for tier in self._tiers.values() if tier.is_believed), None)
@@ -352,20 +359,16 @@ class ChainContent:
     tenant: str
 
 
-@dataclass(eq=False)
 class StoredBlocks:
     """disk, remote: None without such a tier. reads: None without either."""
 
-    _cpu: CpuTier
-    _disk: DiskContents | None
-    _reads: TierReads | None
-    _identity: Identity
-    _stats: StoreStats
-    _clock: Callable[[], float]
-    _remote: BelievedContents | None = None
-
-    def __post_init__(self) -> None:
-        self.block_size = self._identity.block_size
+    def __init__(
+        self, context: StoreContext, disk: DiskContents | None, reads: TierReads | None, identity: Identity,
+        remote: BelievedContents | None = None,
+    ) -> None:  # fmt: skip
+        self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
+        self._disk, self._reads, self._identity, self._remote = disk, reads, identity, remote
+        self.block_size = identity.block_size
 
     def record(self, content: ChainContent, index: int) -> BlockRecord:
         """The record of a full block."""

@@ -26,9 +26,8 @@ from kvstore.disk.opening import OpenDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
-from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.stored import LOST_BY, Deletions, DiskContents, TierReads
+from kvstore.store.stored import LOST_BY, Deletions, DiskContents, StoreContext, TierReads
 from kvstore.tiers.port import WriteJob
 from kvstore.tiers.work import ReadDone, WriteDone
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
@@ -201,20 +200,19 @@ class DiskSpace:
 
 
 class WriteBack:
-    """tier: the disk's. view: the bytes of an arena block. tenant_bytes: how much one tenant's blocks may take. health:
-    of writes; a damaged file is put aside before it is written to again.
+    """tier: the disk's. tenant_bytes: how much one tenant's blocks may take. health: of writes; a damaged file is put
+    aside before it is written to again.
     """
 
     def __init__(
-        self, on_disk: OpenDisk, cpu: CpuTier, tier: TierWorker, view: Callable[[int], memoryview], stats: StoreStats,
-        clock: Callable[[], float], steering: Steering, tenant_bytes: int | None = None,
+        self, context: StoreContext, on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
-        self._cpu, self._stats, self._clock = cpu, stats, clock
+        self._cpu, self._stats, self._clock = cpu, stats, clock = context.cpu, context.stats, context.clock
         self._tenant_bytes = tenant_bytes
-        self.contents = DiskContents(disk, on_disk.index, Deletions(tier), steering, clock, holdings)
-        self.queue = WriteQueue(tier, view, cpu.parents_in_flight)
+        self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, clock, holdings)
+        self.queue = WriteQueue(tier, context.view, cpu.parents_in_flight)
         self.space = DiskSpace(disk, cpu, self.contents, stats)
         self.health = tier.health
         self._num_full = 0

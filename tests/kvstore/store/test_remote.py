@@ -2,6 +2,8 @@
 hear it, what is read and deleted, and what goes there from disk or from memory.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.blocks.records import ReadResult
@@ -36,19 +38,19 @@ class RemoteBench(Bench):
         self.shared, self.now_s = MemoryShared(), 0.0
         self.tier = worker_of(self.shared)
         self.arena = [memoryview(bytearray(8)) for _ in range(16)]
-        self.reads = TierReads(self.cpu, [self.tier], self.arena.__getitem__, self.stats)
-        source = RemoteSource(self.tier, None, self.arena.__getitem__, lambda: self.now_s)
+        context = replace(self.context, view=self.arena.__getitem__, clock=lambda: self.now_s)
+        self.reads = TierReads(context, [self.tier])
         contents = BelievedContents(self.tier, lambda: self.now_s)
         identity = Identity(b"f" * 32, "model", SIZE)
-        self.stored = StoredBlocks(self.cpu, None, self.reads, identity, self.stats, lambda: 0.0, contents)
+        self.stored = StoredBlocks(context, None, self.reads, identity, contents)
         self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
         self.prefetcher = Prefetcher(
             self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000, lambda one: None
         )
+        source = RemoteSource(self.tier, None)
         self.remote = RemoteBlocks(
-            source, contents, self.cpu, None, self.stored, self.reads, self.planner, self.requests, self.prefetcher,
-            self.stats,
-        )  # fmt: skip
+            context, self.planner, source, contents, None, self.stored, self.reads, self.prefetcher
+        )
         self.requests.is_asking = self.remote.is_asking
 
     def come(self, num_blocks: int, num_there: int):

@@ -10,7 +10,7 @@ from kvstore.stats import StoreStats
 from kvstore.store.control_plane import Matcher, choose
 from kvstore.store.requests import Prefetcher, Requests, Tracked
 from kvstore.store.seam import Match
-from kvstore.store.stored import Identity, StoredBlocks, TierReads
+from kvstore.store.stored import Identity, StoreContext, StoredBlocks, TierReads
 from kvstore.tiers.port import ReadJob
 from kvstore.tiers.work import ReadDone
 
@@ -68,9 +68,10 @@ class Bench:
         steering = Steering("lru", lambda: 0.0, {"cpu": num_arena_blocks})
         self.cpu = CpuTier(num_arena_blocks, erase, order=steering.order("cpu"), clock=lambda: 0.0)
         self.disk = FakeDisk()
-        self.reads = TierReads(self.cpu, [self.io], lambda arena_block: memoryview(b""), self.stats)
+        self.context = StoreContext(self.cpu, lambda _: memoryview(b""), steering, self.stats, lambda: 0.0)
+        self.reads = TierReads(self.context, [self.io])
         identity = Identity(b"f" * 32, "model", SIZE)
-        self.stored = StoredBlocks(self.cpu, self.disk, self.reads, identity, self.stats, lambda: 0.0)
+        self.stored = StoredBlocks(self.context, self.disk, self.reads, identity)
         self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
         self.planner = Planner(1000, SIZE)
         if compute_s is not None:
