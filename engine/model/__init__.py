@@ -12,6 +12,7 @@ Knows no scheduler. `step` runs its steps.
 - `parallel/`: the part of a model that one rank has, and how parts become whole
 - `packing`: linear weights packed once, fused modules in place of the model's own
 - `probe`: observes how a model rotates its keys, and refuses it when that cannot be served
+- `text_part`: the text part of a model, which is all that is served of one that also sees or hears
 - `tokenizer`: a model's tokenizer
 
 Decisions:

@@ -93,26 +93,33 @@ class RotaryTap:
         self.max_model_len = max_model_len
         # By key: the module's real cos and sin at every position, [max_model_len, width] each.
         self.tables: dict[SourceKey, tuple[Tensor, Tensor]] = {}
+        self._is_of_three = False  # it makes a table each for time, height and width, which are one for text
         self.revealed: SourceKey | str | None = "all"  # keys that get the real values; None: all get cos = 1, sin = 0
         module.forward = self
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         key: SourceKey = (*args, *kwargs.values())
         if key not in self.tables:
-            self.tables[key] = self._table(x, args, kwargs)
+            self.tables[key] = self._table(x, position_ids, args, kwargs)
         cos, sin = self.tables[key]
+        if position_ids.dim() == 3 and not self._is_of_three:
+            position_ids = position_ids[0]
         if self.revealed == "all" or self.revealed == key:
             return cos[position_ids], sin[position_ids]
         shape = (*position_ids.shape, cos.shape[-1])
         return cos.new_ones(shape), cos.new_zeros(shape)  # views of one number would make the model's rotation slow
 
-    def _table(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, Tensor]:
+    def _table(
+        self, x: Tensor, position_ids: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Tensor, Tensor]:
         """Cos and sin at all positions. So max_model_len fixes the frequencies that depend on the length."""
-        positions = torch.arange(self.max_model_len, device=x.device).unsqueeze(0)
+        positions = torch.arange(self.max_model_len, device=x.device).expand(*position_ids.shape[:-1], -1)
         values = self.original(x[:, :1], positions, *args, **kwargs)
-        if not isinstance(values, tuple) or len(values) != 2 or values[0].dim() != 3:
+        self._is_of_three = isinstance(values, tuple) and values[0].shape[:-2] == (3, 1)
+        if not isinstance(values, tuple) or len(values) != 2 or not (self._is_of_three or values[0].dim() == 3):
             raise UnsupportedModelError("its rotary module does not return (cos, sin) of shape [1, tokens, width]")
-        return values[0][0].contiguous(), values[1][0].contiguous()
+        cos, sin = (value[0, 0] if self._is_of_three else value[0] for value in values)
+        return cos.contiguous(), sin.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from kvstore.engine.model.files import find_model, first_line, window_of
 from kvstore.engine.model.parallel.cutting import check_divides, load_part
 from kvstore.engine.model.parallel.group import Part
+from kvstore.engine.model.text_part import WEIGHT_NAMES, text_part
 from kvstore.engine.model.tokenizer import tokenizer_in
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
@@ -74,16 +75,20 @@ def load(
     directory = find_model(model, revision)
     source = str(directory)
     config = _config(source)
+    found = text_part(config)
+    if found is None:
+        raise UnsupportedModelError(f"{source} is a {config.model_type}, which is no causal language model")
+    decoder, config = found
     if part is not None:
         check_divides(config, part)
-    window = window_of(config.get_text_config().to_dict(), max_model_len)
+    window = window_of(config.to_dict(), max_model_len)
     if window is None:
         raise ConfigError("max_model_len", "not set", "give it, as the model does not say how long its window is")
     target = _device(device)
     tokenizer = tokenizer_in(directory, tokenizer_of, chat_template)
     if check is not None:
         check(config, tokenizer)
-    network = _network(source, config, dtype, part).to(target).eval().requires_grad_(False)
+    network = _network(source, decoder, config, dtype, part).to(target).eval().requires_grad_(False)
     if tokenizer_of is not None:
         _check_vocabulary(tokenizer, tokenizer_of, network)
     is_local = model is not None and Path(model).expanduser().is_dir()
@@ -118,12 +123,10 @@ def _config(source: str) -> Any:
         raise ModelError(f"cannot read the configuration of {source}: {why}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{source} is an encoder-decoder ({config.model_type}); only decoders are served")
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{source} is a {config.model_type}, which is no causal language model")
     return config
 
 
-def _network(source: str, config: Any, dtype: str, part: Part | None) -> Any:
+def _network(source: str, decoder: type[Any], config: Any, dtype: str, part: Part | None) -> Any:
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     bar = transformers.utils.logging.is_progress_bar_enabled()
     if sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) < _QUICK_BYTES:
@@ -139,14 +142,9 @@ def _network(source: str, config: Any, dtype: str, part: Part | None) -> Any:
             "ignore_mismatched_sizes": True,  # reported below, by name
         }
         if part is not None:
-            network, report = load_part(source, part, **options)
+            network, report = load_part(source, decoder, part, **options)
         else:
-            network, report = transformers.AutoModelForCausalLM.from_pretrained(
-                source,
-                use_safetensors=True,
-                trust_remote_code=False,  # never asks, never runs a model's own code
-                **options,
-            )
+            network, report = decoder.from_pretrained(source, use_safetensors=True, key_mapping=WEIGHT_NAMES, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         _check_weights(source)
         raise ModelError(f"cannot load {source}: {first_line(error)}") from error

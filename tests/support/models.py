@@ -42,6 +42,23 @@ ARCHITECTURES: dict[str, dict] = {
     "Exaone4": {"sliding_window": 24},
 }
 
+_EYE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+_QWEN_EYE = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}  # of time, height and width
+_SEEING_TEXT = {**BASE, "head_dim": 16}
+# Models that also see, with what their text and vision parts differ in.
+SEEING: dict[str, tuple[dict, dict]] = {
+    "Gemma3": (ARCHITECTURES["Gemma3"], {**_EYE, "patch_size": 14}),
+    "Mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        {**_EYE, "patch_size": 14, "model_type": "pixtral", "head_dim": 16},
+    ),
+    "Qwen2_5_VL": ({"rope_parameters": _SECTIONS}, _QWEN_EYE),
+    "Qwen3VL": ({"rope_parameters": _SECTIONS, "tie_word_embeddings": True}, _QWEN_EYE),
+    "SmolVLM": ({"model_type": "llama"}, {**_EYE, "patch_size": 14}),
+    "Qwen3VLMoe": ({"rope_parameters": _SECTIONS, **_EXPERTS}, _QWEN_EYE),
+}
+
 
 def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object):
     """A random model of an architecture in `ARCHITECTURES`, or of any `<Name>Config` with a causal LM."""
@@ -49,6 +66,20 @@ def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.fl
     config = getattr(transformers, name + suffix)(**{**BASE, **ARCHITECTURES.get(name, {}), **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    return _with_random_weights(model)
+
+
+def make_seeing_model(name: str):
+    """A random model of those in `SEEING`, whole."""
+    text, eye = SEEING[name]
+    is_tied = text.get("tie_word_embeddings", False)
+    parts = {"text_config": {**_SEEING_TEXT, **text}, "vision_config": eye, "tie_word_embeddings": is_tied}
+    config = getattr(transformers, name + "Config")(**parts)
+    torch.manual_seed(0)
+    return _with_random_weights(transformers.AutoModelForImageTextToText.from_config(config).eval())
+
+
+def _with_random_weights(model):
     with torch.no_grad():
         for parameter in model.parameters():  # larger than their defaults, so that attention is far from uniform
             if parameter.dim() >= 2:

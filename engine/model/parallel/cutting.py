@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from kvstore.engine.model.parallel.group import Group, Part
 from kvstore.engine.model.parallel.stages import ONE_STAGE, NoEmbedding, keep_stage, own_layers
+from kvstore.engine.model.text_part import WEIGHT_NAMES
 from kvstore.errors import UnsupportedModelError
 
 WHOLE_LAYERS = {"tensor_parallel_size": 1}  # with which any model works
@@ -181,9 +182,10 @@ def check_divides(config: Any, part: Part) -> None:
     part_of(getattr(text, "num_key_value_heads", None) or num_heads, 0, size, "KV heads")
 
 
-def load_part(source: str, part: Part, config: Any, dtype: Any, **options: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Like transformers' `from_pretrained`, but reads only this rank's part of the files. See `check_divides`."""
-    whole = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def load_part(
+    source: str, whole: type[Any], part: Part, config: Any, dtype: Any, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """Like `from_pretrained` of the class `whole`, but reads only this rank's part of the files."""
     plan: dict[str, Division] = {}
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -203,7 +205,8 @@ def load_part(source: str, part: Part, config: Any, dtype: Any, **options: Any) 
         weights = _parts(opened, source, empty, plan, part.group)
         if dtype == "auto" and getattr(config, "dtype", None) is None:
             dtype = next((_DTYPES[w.get_dtype()] for w in weights.values() if w.get_dtype() in _DTYPES), "auto")
-        network, report = divided.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+        options |= {"config": config, "state_dict": weights, "dtype": dtype, "key_mapping": WEIGHT_NAMES}
+        network, report = divided.from_pretrained(None, **options)
     if (Path(source) / "generation_config.json").is_file():
         network.generation_config = transformers.GenerationConfig.from_pretrained(source)
     if part.group is not None:
@@ -269,7 +272,7 @@ def _parts(
 ) -> dict[str, Any]:
     """This rank's weights by their names in the files, or objects that read its part of them."""
     found: dict[str, Any] = {}
-    mapping = get_model_conversion_mapping(empty)
+    mapping = get_model_conversion_mapping(empty, WEIGHT_NAMES)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     shapes = empty.state_dict()

@@ -21,7 +21,7 @@ from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.probe import intercept
 from kvstore.errors import ConfigError, UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch
-from tests.support.models import ARCHITECTURES, make_model
+from tests.support.models import ARCHITECTURES, make_model, make_seeing_model
 from tests.support.ranks import on_parts, on_ranks
 
 NO_TENSOR_PLAN, NO_PIPELINE_PLAN = {"StableLm", "GptOss"}, {"StableLm"}
@@ -56,7 +56,10 @@ def check_together(
 ) -> None:  # fmt: skip
     """sizes: how many ranks share a layer, and how many stages there are. All ranks of the first stage have logits."""
     folder, expected = saved_model(name, **changes), make_model(name, **changes)(input_ids=IDS[None]).logits[0, samples]
+    check_ranks(folder, expected, sizes, samples)
 
+
+def check_ranks(folder: str, expected: torch.Tensor, sizes: tuple[int, int], samples=EVERY) -> None:
     def work(part: Part) -> torch.Tensor:
         model = opened(folder, part)
         (size,) = {cache.shape[2] for layer in model.new_caches(1, 16) for cache in layer}
@@ -71,6 +74,13 @@ def check_together(
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - NO_TENSOR_PLAN))
 def test_the_ranks_together_are_the_whole_model(name, saved_model):
     check_together(saved_model, name)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["ranks", "stages"])
+def test_the_text_part_of_a_model_that_sees_is_divided(sizes, tmp_path):
+    network = make_seeing_model("Mistral3")
+    network.save_pretrained(tmp_path)
+    check_ranks(str(tmp_path), network(input_ids=IDS[None]).logits[0], sizes)
 
 
 @pytest.mark.parametrize(
