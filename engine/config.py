@@ -56,6 +56,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048  # in one step, of all requests; may be smaller than max_num_seqs
     policy: str = "fcfs"
     steps_in_flight: int = 1  # in a pipeline: each takes its share of the running requests, and none twice
+    num_state_slots: int = 0  # for the states of a model that keeps some beside its KV
 
 
 @dataclass(frozen=True, slots=True)

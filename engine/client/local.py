@@ -5,12 +5,14 @@ Any thread may call it, and then waits for `kvstore.engine.core.step_loop`. Only
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,6 +23,7 @@ from kvstore.blocks.holdings import Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.opening import OpeningDisk
@@ -31,12 +34,14 @@ from kvstore.engine.config import EngineConfig, SchedulerConfig, default_topic
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Update
 from kvstore.engine.core.scheduler import Scheduler
+from kvstore.engine.core.state_slots import StateSlots
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model.devices import num_hbm_blocks, own_device
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded, fingerprint, load
 from kvstore.engine.model.parallel.group import Part, part_of_process
 from kvstore.engine.model.probe import intercept
+from kvstore.engine.model.states import keeps_states
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.process.child import Heart
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from kvstore.remote.kv_events import KVEvents
 
 R = TypeVar("R")
+LOGGER = logging.getLogger("kvstore.engine")
 
 
 def open_model(
@@ -90,9 +96,15 @@ def open_model(
                 other.child.when_ended(part.cut)
         begin(PROBE)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
-        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes)
+        has_graphs = has_graphs and model.spec.state is None
+        num_blocks, num_slots = num_hbm_blocks(
+            model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes
+        )
         if part is not None:
             num_blocks = part.least(num_blocks)
+    if num_slots:  # half of them for checkpoints
+        most = min(limits.max_num_seqs, num_slots // 2)
+        limits = replace(limits, max_num_seqs=most, num_state_slots=num_slots)
     return loaded, model, limits, num_blocks, has_graphs
 
 
@@ -125,15 +137,15 @@ def check_room(config: EngineConfig, network: Any) -> None:
 
     Raises ConfigError.
     """
-    text = network.get_text_config()
-    num_heads = getattr(text, "num_attention_heads", None)
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or (num_heads and text.hidden_size // num_heads)
-    dtype = getattr(text, "dtype", None) if config.dtype == "auto" else getattr(torch, config.dtype)
-    if num_kv_heads and head_dim:
+    text = network.to_dict()
+    num_heads, num_kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    num_kv_heads = num_kv_heads or num_heads
+    head_dim = text.get("head_dim") or (num_heads and text["hidden_size"] // num_heads)
+    dtype = network.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    if num_kv_heads and head_dim and not keeps_states(network):
         itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
         layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
-        config.tiers.check_room(text.num_hidden_layers * layer_bytes)
+        config.tiers.check_room(text["num_hidden_layers"] * layer_bytes)
 
 
 @contextmanager
@@ -193,6 +205,8 @@ class LocalCore:
             self.tokenizer = loaded.tokenizer
             self._eos_token_ids = loaded.eos_token_ids
             self._events = open_events(config, loaded.name)
+            if model.spec.state is not None:
+                disk, config = _without_tiers(disk, config)
             held.pop_all()
         self.compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
         opened.callback(self.compiler.close)
@@ -210,8 +224,9 @@ class LocalCore:
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
         capturer = CudaCapturer(loaded.device) if has_graphs else None
         runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
+        states = StateSlots(limits.num_state_slots) if limits.num_state_slots else None
         self.loop = StepLoop(
-            Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings), self.connector),
+            Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings, states), self.connector),
             runner,
             runs_ahead=loaded.device.type == "cuda" and self._ranks is None,  # other ranks do not know what was sampled
         )
@@ -359,6 +374,15 @@ class LocalCore:
 
 
 # -- the tiers below HBM -----------------------------------------------------------------------------------------------
+def _without_tiers(disk: OpeningDisk | None, config: EngineConfig) -> tuple[None, EngineConfig]:
+    """What a model with states is opened with: the tiers below HBM keep KV alone, which does not help."""
+    if disk is not None:
+        disk.close()
+    if config.tiers.cpu or config.tiers.disk:
+        LOGGER.warning("the model keeps states beside its KV: they are cached in HBM alone, and not after a restart")
+    return None, replace(config, tiers=CacheTiers(config.tiers.hbm))
+
+
 def open_store(
     config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, disk: OpeningDisk | None,
     others: OtherRanks | None = None,

@@ -7,6 +7,7 @@ Loads no torch; knows the store by the scheduler's side of the connector.
   below it
 - `request`: one request and its state; what steps have brought for each prompt: tokens and ends
 - `scheduler`: which request computes how many tokens in the next step; all requests from arrival to end
+- `state_slots`: slots for the states of a model that keeps some, and checkpoints of these
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it serves its inbox, schedules, launches and
   reads steps, and hands out what is new
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants

@@ -17,6 +17,7 @@ from kvstore.blocks.records import Evict, Loss
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.request import Request
+from kvstore.engine.core.state_slots import StateSlots
 from kvstore.store.seam import Lookup, Match, NewRequest
 
 _NOTHING = Match(Lookup.MISS)
@@ -37,19 +38,23 @@ UNCHANGED = Allocation(0, ())
 class KVCacheManager:
     """Gives requests their blocks. A block with several references is never written: its writer gets a copy.
 
-    holdings: is told which blocks can be found. The pool tells it which blocks no longer can.
+    holdings: is told which blocks can be found. The pool tells it which blocks no longer can. states: of a model that
+    keeps some, None for others.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, holdings: Holdings | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, holdings: Holdings | None = None, states: StateSlots | None = None
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.states = states
         self._holdings = holdings
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of the request's longest known prefix, head first.
+        """Cached blocks of the request's longest known prefix, head first; up to a checkpoint, if the model has states.
 
         At least one token is left to compute, as sampling needs its logits.
         """
@@ -59,6 +64,8 @@ class KVCacheManager:
             if block is None:
                 break
             hits.append(block)
+        while hits and self.states is not None and not self.states.has(request.chain[len(hits) - 1]):
+            hits.pop()
         return hits
 
     def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int) -> bool:
@@ -67,6 +74,10 @@ class KVCacheManager:
         needed = self.num_blocks(len(hits) * self.block_size + num_new_tokens) - len(hits)
         if needed > self.pool.num_free - sum(self.pool.is_free(block) for block in hits):
             return False
+        if self.states is not None:
+            request.state = self.states.begin(request.chain[len(hits) - 1] if hits else None)
+            if request.state is None:
+                return False
         self.pool.acquire(hits)
         request.block_numbers = [*hits, *self.pool.allocate(needed)]
         request.num_computed_tokens = len(hits) * self.block_size
@@ -96,12 +107,28 @@ class KVCacheManager:
         return Allocation(first_index, tuple(table[first_index:]), copy)
 
     def share(self, owner: Request, child: Request) -> None:
-        """Let `child` refer to all blocks of its prompt, which `owner` has computed, the partial tail included."""
+        """Let `child` refer to all blocks of its prompt, which `owner` has computed, the partial tail included; or to
+        none, if there is no slot for its state.
+        """
+        if self.states is not None and owner.state is not None:
+            child.state = self.states.fork(owner.state)
+            if child.state is None:
+                return
         count = self.num_blocks(child.num_prompt_tokens)
         child.block_numbers = owner.block_numbers[:count]
         self.pool.acquire(child.block_numbers)
         child.num_computed_tokens = child.num_prompt_tokens
         child.num_hashed_blocks = child.num_prompt_tokens // self.block_size
+
+    def next_checkpoint(self, request: Request, num_before: int) -> int | None:
+        """The first of the borders behind `num_before` tokens where a checkpoint of its prompt is wanted: where the
+        first turn begins, and before the last token. None if no more is, or the model has no states.
+        """
+        if self.states is None:
+            return None
+        ends = [*request.turn_starts[:1], request.num_tokens - 1]
+        borders = [end // self.block_size * self.block_size for end in ends]
+        return min((border for border in borders if border > num_before), default=None)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Put the full blocks of its first `num_tokens` tokens into the pool's map: they are computed or being loaded,
@@ -128,21 +155,31 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Release the request's blocks; full ones stay cached until they are allocated again."""
         self.pool.release(request.block_numbers)
+        if self.states is not None and request.state is not None:
+            self.states.end(request.state)
+            request.state = None
         request.block_numbers = []
         request.num_computed_tokens = 0
         request.num_hashed_blocks = 0
 
 
 class Erasure:
-    """Erases deleted blocks of one pool, between two steps. overwrite: clears HBM blocks."""
+    """Erases deleted blocks of one pool, and checkpoints behind them, between two steps. overwrite: clears HBM blocks
+    and slots of states.
+    """
 
-    def __init__(self, pool: BlockPool, overwrite: Callable[[Sequence[int]], None]) -> None:
-        self._pool = pool
+    def __init__(
+        self, pool: BlockPool, states: StateSlots | None, overwrite: Callable[[Sequence[int], Sequence[int]], None]
+    ) -> None:
+        self._pool, self._states = pool, states
         self._overwrite = overwrite
         self.pending: set[int] = set()  # deleted blocks that a request still held
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """Forget these blocks and overwrite them. A block that a request holds is overwritten once it is released."""
+        block_ids = tuple(block_ids)
+        if self._states is not None:
+            self._states.forget(block_ids)
         self._forget(self._known(block_ids))
 
     def evict(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
@@ -154,6 +191,8 @@ class Erasure:
             blocks = self._known(block_ids if what.block_ids is None else block_ids | what.block_ids)
         free = [block for block in blocks if self._pool.is_free(block)]
         if not what.dry_run:
+            if self._states is not None:
+                self._states.forget(filter(None, map(self._pool.block_id, free)))
             self._forget(free)
         return len(free)
 
@@ -174,8 +213,9 @@ class Erasure:
         if not free and not always:
             return
         self.pending -= free
-        if stale := self._pool.take_stale():
-            self._overwrite(stale)
+        stale, slots = self._pool.take_stale(), [] if self._states is None else self._states.take_stale()
+        if stale or slots:
+            self._overwrite(stale, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +296,10 @@ class RequestBlocks:
         num_had = min(request.num_had, request.num_prompt_tokens - 1) // size * size
         if num_cached >= num_had or request.loss is not None or request.num_preemptions:
             return
-        if request.may_load:
-            block_id = request.chain[num_cached // size]
+        block_id = request.chain[num_cached // size]
+        if self.manager.states is not None and self.manager.pool.lookup(block_id) is not None:
+            loss = Loss("no_checkpoint", "hbm")
+        elif request.may_load:
             loss = self.connector.why_missing(request.request_id, block_id, request.had_s)
         else:
             loss = Loss("load_failed", "cpu", time.time())
@@ -277,11 +319,19 @@ class RequestBlocks:
         self._load(request, request.num_computed_tokens, num_tokens)
         self._count_cached(request, 0, request.num_computed_tokens)
 
-    @staticmethod
-    def num_to_compute(request: Request, num_before: int, most: int) -> int:
-        """Tokens to compute up to its last one, or to where it asks again."""
+    def num_to_compute(self, request: Request, num_before: int, most: int) -> int:
+        """Tokens to compute up to its last one, to where it asks again, or to where a checkpoint is wanted."""
         end = request.num_tokens if request.ask_at is None else request.ask_at
-        return min(end - num_before, most)
+        checkpoint = self.manager.next_checkpoint(request, num_before)
+        return min(end - num_before, most, *([] if checkpoint is None else [checkpoint - num_before]))
+
+    def scheduled(self, request: Request, num_tokens: int) -> None:
+        """A step computes its next `num_tokens` tokens. Keep a copy of its state if that is wanted where they end."""
+        states, end = self.manager.states, request.num_computed_tokens + num_tokens
+        if states is None or request.state is None or end % self.manager.block_size:
+            return
+        if num_tokens == 1 or end == self.manager.next_checkpoint(request, request.num_computed_tokens):
+            states.keep(request.state, end)
 
     @staticmethod
     def _note_answer(request: Request, num_before: int, found: Match) -> None:
@@ -311,6 +361,9 @@ class RequestBlocks:
         if not request.num_output_tokens:
             request.num_saved_tokens += self.connector.take_num_saved(request.request_id)
         self.manager.cache_full_blocks(request, num_tokens)
+        if self.manager.states is not None and request.state is not None:
+            is_answer = num_tokens > request.num_prompt_tokens
+            self.manager.states.computed(request.state, num_tokens, request.chain, self.manager.block_size, is_answer)
 
     def compute_instead(self, request: Request) -> None:
         """A load has failed: compute what should have been loaded."""

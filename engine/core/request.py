@@ -16,6 +16,7 @@ import msgspec
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.blocks.records import Loss
+from kvstore.engine.core.state_slots import RequestState
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.policy.conversation import Answer, Conversation
@@ -126,6 +127,7 @@ class Request:
     block_numbers: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
+    state: RequestState | None = None  # while it runs, of a model that keeps states
     conversation: Conversation | None = None  # which it continues, as the store has found
     cached: CachedCount = field(default_factory=CachedCount)  # tokens that were never computed
     ask_at: int | None = None  # ask the store again after so many computed tokens: more may have come
@@ -158,6 +160,7 @@ class Request:
             token_ids=list(self.token_ids),
             chain=list(self.chain),
             block_numbers=[],
+            state=None,
             cached=CachedCount(),
             children=[],
         )

@@ -15,6 +15,7 @@ from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import Allocation, KVCacheManager, RequestBlocks
 from kvstore.engine.core.request import Request, Status
+from kvstore.engine.core.state_slots import StatePlan
 from kvstore.engine.core.tenants import Budget, TenantQueue, TenantQueues
 from kvstore.store.seam import Lookup
 
@@ -128,11 +129,13 @@ class Roster:
         for request in self.requests.values():
             self.blocks.connector.request_finished(request.request_id)
             request.status, request.finish_reason = Status.FINISHED, reason
-            request.block_numbers, request.children = [], []
+            request.block_numbers, request.children, request.state = [], [], None
         self.requests.clear()
         self.tenants.clear()
         self.left.clear()
         self.blocks.manager.pool.reset()
+        if self.blocks.manager.states is not None:
+            self.blocks.manager.states.reset()
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: counts, order, and no block held by a request that has ended."""
@@ -140,6 +143,9 @@ class Roster:
         for request in self.tenants.running():
             assert request.block_numbers, f"{request.request_id} runs without blocks"
         self.blocks.manager.pool.check_integrity(idle=not self.requests)
+        if self.blocks.manager.states is not None:
+            states = (request.state for request in self.requests.values() if request.state is not None)
+            self.blocks.manager.states.check_integrity(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,7 @@ class SchedulerOutput:
     scheduled: tuple[Scheduled, ...]
     left: tuple[str, ...]  # ids of requests that leave the batch before the step: finished, aborted or preempted
     plan: TransferPlan | None
+    states: StatePlan | None = None  # of a model that keeps some
 
     @property
     def num_tokens(self) -> int:
@@ -235,7 +242,13 @@ class Scheduler:
         plan = self.connector.build_connector_meta(spans)
         left = tuple(self.roster.left)
         self.roster.left.clear()
-        return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan)
+        return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan, self._states(scheduled))
+
+    def _states(self, scheduled: Sequence[Scheduled]) -> StatePlan | None:
+        if self.manager.states is None:
+            return None
+        of = {s.request_id: self.roster.requests[s.request_id].state for s in scheduled}
+        return self.manager.states.take_plan({name: state for name, state in of.items() if state is not None})
 
     def _make_way(self) -> None:
         """Give waiting tenants that run less than others a place and blocks of those: one request each in a step.
@@ -338,8 +351,8 @@ class Scheduler:
         num_kept = sum(len(other.running) + 1 < len(tenant.running) for other in skipped)
         return tenant if self.num_running + num_kept < self.config.max_num_seqs else None
 
-    @staticmethod
-    def _scheduled(request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
+    def _scheduled(self, request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
+        self.blocks.scheduled(request, num_tokens)
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         num_samples = 1 + len(request.children) if end == request.num_tokens else 0
         request.num_computed_tokens = end

@@ -82,7 +82,7 @@ class Runner(Protocol):
     def working(self) -> AbstractContextManager[None]:
         """A step may run in this context."""
 
-    def overwrite(self, blocks: Sequence[int]) -> None:
+    def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Overwrite these HBM blocks."""
 
     def rest(self) -> None:
@@ -281,7 +281,7 @@ class StepLoop:
         self.on_news: Callable[[], None] = lambda: None  # called in its thread while something is in `news`
         self.connector = scheduler.connector
         self.pool = scheduler.manager.pool
-        self.erasure = Erasure(self.pool, runner.overwrite)
+        self.erasure = Erasure(self.pool, scheduler.manager.states, runner.overwrite)
         self.inbox = Inbox()
         self.watch = Watch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)

@@ -12,6 +12,7 @@ Knows no scheduler. `step` runs its steps.
 - `parallel/`: the part of a model that one rank has, and how parts become whole
 - `packing`: linear weights packed once, fused modules in place of the model's own
 - `probe`: observes how a model rotates its keys, and refuses it when that cannot be served
+- `states`: layers that keep a state instead of KV: linear attention, Mamba, convolutions
 - `text_part`: the text part of a model, which is all that is served of one that also sees or hears
 - `tokenizer`: a model's tokenizer
 
@@ -36,6 +37,11 @@ model's own rotation is called and does nothing. Plain layers on a CPU are lean:
 and activations are computed inside oneDNN's products, because small operations between products dominate a small step.
 A layer is recognised by its parts, not by its class, and taken over only if it computes the same from the same input.
 After the attention, a prefill's layers work in pieces of 256 tokens, so that intermediate results stay in cache.
+
+Layers with states are found in the same way: their modules are those that update transformers' cache while a prompt is
+computed. They compute as their authors wrote them, on states that are views of our pool. The probe compares the logits
+in pieces, step by step and in a batch, and refuses what its own modules compute differently. A layer that attends to
+the KV of an earlier one is found by the memory of its keys, and has no KV of its own.
 
 The last layer computes only sampled tokens, if that leaves out 16 or more; the others need only keys and values. The
 probe compares these logits, too. If they differ, the layer computes all tokens.

@@ -32,6 +32,8 @@ CPU_FRACTION = 0.25  # of the memory that is available at the start
 CPU_WINDOWS = 4  # at most so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
 CUDA_WINDOWS = 16  # as CPU_WINDOWS: for a small model a card could hold millions of blocks, which it does not need
+STATE_SHARE = 0.5  # of the HBM tier at most, for states
+STATES_A_REQUEST = 8  # at most: its own, and checkpoints, most of them of conversations that wait
 _MOST_TOKENS = 128  # attention has the same form for more tokens, as a tile has no more rows
 
 
@@ -56,8 +58,10 @@ def own_device(config: EngineConfig, rank: int = 0) -> str:
 def num_hbm_blocks(
     model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False,
     num_processes: int = 1,
-) -> int:  # fmt: skip
-    """Blocks that fit in `hbm` bytes, or in what "auto" finds. Raises ConfigError when not even one fits.
+) -> tuple[int, int]:  # fmt: skip
+    """Blocks, and states of the model if it keeps some, that fit in `hbm` bytes, or in what "auto" finds.
+
+    Raises ConfigError when not even one block fits, or not two states.
 
     On CUDA, "auto" leaves room for what comes beside the pool. has_graphs: room for CUDA graphs, which are captured
     later. saves: room for activations that are kept until they are saved to a tier below HBM. num_processes: on this
@@ -67,7 +71,13 @@ def num_hbm_blocks(
     size_bytes = _auto_bytes(model, config, has_graphs, saves, num_processes) if hbm == "auto" else int(hbm)
     if hbm == "auto":
         LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
-    count = size_bytes // block_bytes
+    num_slots, state_bytes = 0, 0 if model.spec.state is None else model.spec.state.num_bytes
+    if state_bytes:
+        num_slots = min(int(size_bytes * STATE_SHARE) // state_bytes, STATES_A_REQUEST * config.max_num_seqs)
+        if num_slots < 2:
+            needed = f"but a state of this model needs {format_size(state_bytes)}, and four of them must fit"
+            raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
+    count = (size_bytes - num_slots * state_bytes) // block_bytes
     if count < 1:
         needed = f"but one block of this model needs {format_size(block_bytes)}"
         raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
@@ -77,13 +87,15 @@ def num_hbm_blocks(
             "longer requests will be refused",
             stacklevel=4,  # points at the caller of Engine()
         )
-    return count
+    return count, num_slots
 
 
 def _auto_bytes(
     model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool, num_processes: int
 ) -> int:
     window_bytes = config.max_num_seqs * config.max_model_len * model.spec.hbm_bytes_per_token
+    if model.spec.state is not None:
+        window_bytes += config.max_num_seqs * STATES_A_REQUEST * model.spec.state.num_bytes
     if model.device.type == "cuda":
         beside = (MAX_SAVE_BYTES if saves else 0) + (bytes_for_graphs(model, config) if has_graphs else 0)
         return min(max(_cuda_bytes(model, config) - beside, 0), CUDA_WINDOWS * window_bytes)

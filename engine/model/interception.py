@@ -6,8 +6,8 @@ over are raw. Which layer rotates how is observed at load, and a probe refuses m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from kvstore.engine.model.parallel.cutting import GatheredLinear, part_of
 from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.parallel.stages import Pipeline
+from kvstore.engine.model.states import StateSpec, StepStates
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.cpu.attention import DecodeStep, decode_step
@@ -55,7 +56,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window, softcap, s_aux)
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = carrier.step.attend(module.layer_idx, query, key, value, scoring)
+    out = carrier.step.attend(module.kvstore_layer, query, key, value, scoring)
     return out.unsqueeze(0), None
 
 
@@ -75,11 +76,19 @@ class StepCarrier:
         self.step: AttentionStep | None = None
         self.pruned_layer: int | None = None  # the last layer, if it can leave out tokens that are not sampled
         self.lean: Callable[[Tensor, Tensor], Tensor] | None = None  # see `kvstore.engine.model.lean`
+        self.states: StepStates | None = None  # of the step; None while the model is observed
         network.kvstore_carrier = self
         for module in network.modules():
             if hasattr(module, "layer_idx"):
-                module.kvstore_carrier = self
+                module.kvstore_carrier, module.kvstore_layer = self, module.layer_idx
                 module.kvstore_gathers = any(isinstance(child, GatheredLinear) for child in module.children())
+
+    def number_layers(self, network: Any, owners: Mapping[int, int]) -> None:
+        """owners: the layer whose KV a layer attends to, mostly its own. From now on only layers that own KV count."""
+        numbers = {layer: number for number, layer in enumerate(sorted(set(owners.values())))}
+        for module in network.modules():
+            if getattr(module, "layer_idx", None) in owners:
+                module.kvstore_layer = numbers[owners[module.layer_idx]]
 
 
 SourceKey = tuple[object, ...]  # arguments of a rotary module beside x and position_ids, such as the layer type
@@ -126,7 +135,7 @@ class RotaryTap:
 class ModelSpec:
     """The shape of a model's KV, and the limits of its input."""
 
-    num_layers: int
+    num_layers: int  # that own KV; others have none, or attend to that of an earlier one
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -134,6 +143,7 @@ class ModelSpec:
     max_model_len: int
     num_parts: int = 1  # ranks that share its KV heads
     own_layers: range | None = None  # the layers that this rank has, None for all
+    state: StateSpec | None = None  # what layers without KV keep of a request, None if there are none
 
     @property
     def layers(self) -> range:
@@ -197,11 +207,14 @@ class PagedStep:
     pruned_layer: int | None = None
     decode: DecodeStep | None = None  # computes single tokens on a CPU, as far as it can
     first_layer: int = 0  # caches, rotations and connector count layers from this one
+    saved: set[int] = field(default_factory=set)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         rows = self.sample_rows if layer == self.pruned_layer else None
         layer -= self.first_layer
-        self.connector.save_kv_layer(layer, key, value)
+        if layer not in self.saved:  # else it is that of an earlier layer
+            self.saved.add(layer)
+            self.connector.save_kv_layer(layer, key, value)
         key_cache, value_cache = self.caches[layer]
         if self.decode is not None and rows is None:
             self.connector.wait_for_layer_load(layer)
@@ -253,19 +266,22 @@ class PositionFreeModel:
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: KVCaches, connector: LayerConnector,
-        sample_tokens: Tensor,
+        sample_tokens: Tensor, states: StepStates | None = None,
     ) -> Tensor:  # [num_samples, vocab_size]  # fmt: skip
         """Compute one step's tokens, [num_tokens], of all requests in one row; logits of `sample_tokens` only."""
-        logits = self.begin(token_ids, positions, batch, caches, connector, sample_tokens)
+        logits = self.begin(token_ids, positions, batch, caches, connector, sample_tokens, states)
         return self.end(len(sample_tokens)) if logits is None else logits
 
     def begin(
         self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: KVCaches, connector: LayerConnector,
-        sample_tokens: Tensor,
+        sample_tokens: Tensor, states: StepStates | None = None,
     ) -> Tensor | None:  # [num_samples, vocab_size]  # fmt: skip
         """Like `forward`, but in a pipeline the first stage returns None, and `end` the logits; later stages return
         hidden states.
+
+        states: of the step's requests, if the model has any.
         """
+        self.network.kvstore_carrier.states = states
         layers = self.spec.layers
         own = self.rotations[layers.start : layers.stop]
         at = {id(r): r.at(positions).spread_out() for r in own if r is not None}

@@ -53,6 +53,7 @@ class LeanLayer:
     def __init__(self, layer: nn.Module, carrier: Any, shapes: tuple[int, int, int], scoring: Scoring) -> None:
         attention = layer.self_attn
         self.layer_idx: int = attention.layer_idx
+        self.kv_layer: int = attention.kvstore_layer
         self._carrier = carrier
         num_heads, num_kv_heads, head_dim = shapes
         self._split = (num_heads, num_kv_heads, num_kv_heads)
@@ -85,7 +86,7 @@ class LeanLayer:
         query, key, value = projected.view(self._heads).split(self._split, 1)
         if self._head_norms is not None:
             query, key = self._head_norms[0](query), self._head_norms[1](key)
-        attended = step.attend(self.layer_idx, query, key, value, self._scoring)
+        attended = step.attend(self.kv_layer, query, key, value, self._scoring)
         if attended.shape[0] != hidden_states.shape[1]:  # the last layer, which returns only the samples
             hidden_states = hidden_states[:, step.sample_rows]
         if not len(attended):
@@ -215,8 +216,8 @@ def lean_layers(network: Any, run: Callable[[], Tensor]) -> None:
         if witness.lean is not None:
             witness.layer.__dict__["forward"] = witness.lean
     last = network.config.get_text_config().num_hidden_layers - 1
-    if any(layer.layer_idx == last for layer in lean):
-        carrier.pruned_layer = last
+    if lean and lean[-1].layer_idx == last:
+        carrier.pruned_layer = lean[-1].kv_layer
     if [layer.layer_idx for layer in lean] == list(range(last + 1)):
         carrier.lean = _whole(network, lean, run)
 

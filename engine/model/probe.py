@@ -6,6 +6,8 @@ depend on queries and keys, so the difference that one source of cos and sin mak
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from kvstore.engine.model.interception import (
 )
 from kvstore.engine.model.lean import lean_layers
 from kvstore.engine.model.packing import pack as pack_modules
+from kvstore.engine.model.parallel.cutting import WHOLE_LAYERS
 from kvstore.engine.model.parallel.group import Group, Part
-from kvstore.engine.model.parallel.stages import Pipeline, own_layers
+from kvstore.engine.model.parallel.stages import ONE_STAGE, Pipeline, own_layers
+from kvstore.engine.model.states import Chunk, StateMixer, StatePool, StepStates, observe_states
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation, Style, TableLayout, match_rotation
@@ -45,10 +49,15 @@ class Recorder:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
+        self.counts: dict[int, int] = {}  # how often a layer attended
+        self.owners: dict[int, int] = {}  # the first layer with the same keys and values, mostly the layer itself
+        self._given: dict[int, tuple[tuple[Tensor, Tensor], tuple[int, int]]] = {}  # kept, so that no memory is reused
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        if layer in self.keys:
-            raise UnsupportedModelError(f"layer {layer} attends twice in one forward pass")
+        self.counts[layer] = self.counts.get(layer, 0) + 1
+        place = key.data_ptr(), value.data_ptr()
+        self.owners[layer] = next((other for other, (_, at) in self._given.items() if at == place), layer)
+        self._given[layer] = (key, value), place
         self.queries[layer], self.keys[layer], self.values[layer] = query.clone(), key.clone(), value
         self.windows[layer] = scoring.window
         return torch.zeros_like(query)
@@ -65,8 +74,6 @@ def intercept(network: Any, max_model_len: int, pack: bool = False, part: Part |
     name = type(network).__name__
     try:
         modules = [m for m in network.modules() if type(m).__name__.endswith("RotaryEmbedding")]
-        if not modules:
-            raise UnsupportedModelError("it has no rotary position embedding")
         with torch.inference_mode():
             taps = [RotaryTap(module, max_model_len) for module in modules]
             return _intercept(network, taps, max_model_len, pack, part or Part())
@@ -74,7 +81,7 @@ def intercept(network: Any, max_model_len: int, pack: bool = False, part: Part |
         raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except Exception as error:  # of its own code, which may expect anything
         raise UnsupportedModelError(f"{name} cannot be served: its forward is not a decoder's: {error}") from error
 
 
@@ -92,18 +99,29 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         expected = pipeline.first(token_ids, positions)
     else:
         expected = network(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    states = None if pipeline is not None else observe_states(network, token_ids, positions)
 
     network.set_attn_implementation(ATTENTION)
-    StepCarrier(network, part, pipeline)
+    carrier = StepCarrier(network, part, pipeline)
     for tap in taps:
         tap.revealed = None
     plain = _record(network, token_ids, positions)
     spec = _spec(network, plain, vocab_size, max_model_len, part)
-    _check_positions(network, token_ids, positions, plain, max_model_len)
-    kinds = _observe_rotations(network, taps, token_ids, plain, spec)
+    _check_positions(network, token_ids, positions, plain, max_model_len, bool(taps))
+    kinds = _observe_rotations(network, taps, token_ids, plain, max_model_len)
     if part.pipe is not None:
         kinds = part.pipe.sum(kinds)
+    else:
+        kinds = kinds[sorted(set(plain.owners.values()))]
+        carrier.number_layers(network, plain.owners)
     rotations = _rotations_of(kinds, taps)
+    if states is not None:
+        if part.group is not None:
+            raise UnsupportedModelError("it keeps states beside its KV, which are not divided", WHOLE_LAYERS)
+        state, mixers = states
+        spec = replace(spec, state=state)
+        for layer, module in mixers.items():
+            module.__dict__["forward"] = StateMixer(module, carrier, layer, network.config.num_hidden_layers)
     model = PositionFreeModel(network, spec, rotations)
     _check_logits(model, token_ids, expected)
     if pack:
@@ -133,27 +151,32 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
     num_layers, num_parts = config.num_hidden_layers, 1 if part.group is None else part.group.size
     own = None if part.pipe is None else own_layers(num_layers, part.pipe)
     layers = own or range(num_layers)
-    if sorted(recorder.keys) != list(layers):
-        raise UnsupportedModelError(
-            f"{len(recorder.keys)} of its {len(layers)} layers have attention; the others' state is not KV"
-        )
+    if not recorder.keys:
+        raise UnsupportedModelError("its attention does not go through transformers' interface, and cannot be replaced")
+    if part.pipe is not None and sorted(recorder.keys) != list(layers):
+        raise UnsupportedModelError("not every layer has attention of its own", ONE_STAGE)
+    if max(recorder.counts.values()) > 1:
+        raise UnsupportedModelError("a layer attends twice in one forward pass")
     shapes = {tuple(t.shape[1:]) for part in (recorder.keys, recorder.values) for t in part.values()}
     if len(shapes) != 1:
         raise UnsupportedModelError(f"its layers have keys and values of different shapes: {sorted(shapes)}")
     types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
-    for layer in layers:
+    for layer in recorder.keys:
         kind = types[layer]
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind == "chunked_attention":
             raise UnsupportedModelError(f"layer {layer} has {kind}, which is not served")
-        if kind == "sliding_attention" and recorder.windows[layer] is None:
+        if "sliding" in kind and recorder.windows[layer] is None:
             raise UnsupportedModelError(f"layer {layer} has a sliding window that it does not tell its attention")
     ((num_own_heads, head_dim),) = shapes
     num_kv_heads = num_own_heads * num_parts
-    if num_parts > 1 and recorder.queries[layers[0]].shape[1] * num_parts != config.num_attention_heads:
+    first = min(recorder.keys)
+    if num_parts > 1 and recorder.queries[first].shape[1] * num_parts != config.num_attention_heads:
         raise UnsupportedModelError("its plan of tensor parallelism does not divide its attention heads")
-    dtype = recorder.keys[layers[0]].dtype
+    dtype = recorder.keys[first].dtype
     if part.pipe is not None:
         _check_same(part.pipe, (num_kv_heads, head_dim, dtype.itemsize))
+    if part.pipe is None:
+        num_layers = len(set(recorder.owners.values()))
     return ModelSpec(num_layers, num_kv_heads, head_dim, dtype, vocab_size, max_model_len, num_parts, own)
 
 
@@ -164,7 +187,9 @@ def _check_same(pipe: Group, shape: tuple[int, ...]) -> None:
         raise UnsupportedModelError(f"its layers have keys and values of different shapes: {shapes.T.tolist()}")
 
 
-def _check_positions(network: Any, token_ids: Tensor, positions: Tensor, plain: Recorder, max_model_len: int) -> None:
+def _check_positions(
+    network: Any, token_ids: Tensor, positions: Tensor, plain: Recorder, max_model_len: int, rotates: bool
+) -> None:
     """Raw keys must not change when all positions move."""
     moved = _record(network, token_ids, positions.flip(0) if len(positions) == max_model_len else positions + 1)
     for layer, key in plain.keys.items():
@@ -172,19 +197,20 @@ def _check_positions(network: Any, token_ids: Tensor, positions: Tensor, plain: 
             why = "its weights are damaged, or the dtype is too small for them"
             raise UnsupportedModelError(f"keys of layer {layer} are no finite numbers: {why}")
         if not torch.equal(moved.keys[layer], key):
-            raise UnsupportedModelError(f"keys of layer {layer} depend on position beside their rotation")
+            beside = "beside their rotation" if rotates else "and it has no rotary position embedding"
+            raise UnsupportedModelError(f"keys of layer {layer} depend on position {beside}")
 
 
 def _observe_rotations(
-    network: Any, taps: list[RotaryTap], token_ids: Tensor, plain: Recorder, spec: ModelSpec
-) -> Tensor:  # [num_layers, 5]
+    network: Any, taps: list[RotaryTap], token_ids: Tensor, plain: Recorder, max_model_len: int
+) -> Tensor:  # [num_hidden_layers, 5]
     """The rotation that the model applies in each layer, found by revealing one source of cos and sin at a time.
 
     As numbers: its tap, counted from 1, its source, layout and style, and whether it is computed in float32. Zeros for
     a layer that does not rotate, or that another rank has.
     """
-    found = torch.zeros(spec.num_layers, 5, dtype=torch.int64)
-    positions = torch.linspace(0, spec.max_model_len - 1, len(token_ids), device=token_ids.device).long()
+    found = torch.zeros(network.config.get_text_config().num_hidden_layers, 5, dtype=torch.int64)
+    positions = torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
     for number, tap in enumerate(taps, start=1):
         for index, source in enumerate(list(tap.tables)):
             tap.revealed = source
@@ -198,7 +224,8 @@ def _observe_rotations(
                 query = plain.queries[layer]
                 is_same = match is not None and torch.equal(match.apply(query), shown.queries[layer])
                 if match is None or found[layer, 0] or not is_same:
-                    raise UnsupportedModelError(f"the rotation of layer {layer} is of a kind that is not known here")
+                    why = "it is of a kind that is not known here, or a norm follows it"
+                    raise UnsupportedModelError(f"the keys of layer {layer} cannot be told from their rotation: {why}")
                 numbers = list(TableLayout).index(match.layout), list(Style).index(match.style)
                 found[layer] = torch.tensor([number, index, *numbers, match.upcast])
     return found
@@ -215,7 +242,7 @@ def _rotations_of(found: Tensor, taps: list[RotaryTap]) -> list[Rotation | None]
             made[kind] = Rotation(
                 own_layout.pick(cos), own_layout.pick(sin), list(Style)[style], bool(upcast), own_layout
             )
-    if not made:
+    if taps and not made:
         raise UnsupportedModelError("its rotary embedding does not reach any layer's keys")
     return [made.get(kind) for kind in map(tuple, found.tolist())]
 
@@ -236,20 +263,28 @@ def _check_logits(model: PositionFreeModel, token_ids: Tensor, expected: Tensor,
     last_only: only the last token of each chunk is sampled, as in a prefill.
     """
     block_size, count, start, logits, ends = 16, len(token_ids), 0, [], list[int]()
-    num_blocks = -(-count // block_size)
-    caches = model.new_caches(num_blocks, block_size)
+    num_blocks, num_requests = -(-count // block_size), 1 if model.spec.state is None else 2  # states: in a batch, too
+    caches, device = model.new_caches(num_requests * num_blocks, block_size), token_ids.device
+    table = torch.arange(num_requests * num_blocks).view(num_requests, num_blocks)
+    pool = None if model.spec.state is None else StatePool(model.spec.state, num_requests, model.device)
     for chunk in _CHUNKS:
         end = min(start + chunk, count)
         if end == start:
             break
-        positions = torch.arange(start, end, device=token_ids.device)
-        table = torch.arange(num_blocks).unsqueeze(0)
-        batch = PagedBatch([0, end - start], [end], table, positions, block_size)
-        asked = torch.arange(end - start, device=token_ids.device)[-1 if last_only else 0 :]
-        logits.append(model.forward(token_ids[start:end], positions, batch, caches, NullConnector(), asked))
-        ends.extend((asked + start).tolist())
+        starts = [(end - start) * request for request in range(num_requests + 1)]
+        slots = torch.cat([torch.arange(start, end) + row[0] * block_size for row in table.tolist()]).to(device)
+        batch = PagedBatch(starts, [end] * num_requests, table, slots, block_size)
+        asked = torch.arange(end - start)[-1 if last_only else 0 :]
+        rows = torch.cat([asked + first for first in starts[:-1]]).to(device)
+        chunks = [Chunk(*pair, slot, not start) for slot, pair in enumerate(itertools.pairwise(starts))]
+        states = None if pool is None else StepStates(pool, chunks)
+        own, positions = token_ids[start:end].repeat(num_requests), torch.arange(start, end, device=device)
+        places = positions.repeat(num_requests)
+        logits.append(model.forward(own, places, batch, caches, NullConnector(), rows, states))
+        ends.extend((asked + start).tolist() * num_requests)
         start = end
     got, want = torch.cat(logits).float(), expected[ends].float()
     error = float((got - want).norm() / want.norm().clamp_min(1e-9))
     if not error <= _TOLERANCE.get(model.spec.dtype, _TOLERANCE_16_BIT):
-        raise UnsupportedModelError(f"through paged attention its logits differ by {error:.2g} of their size")
+        how = "computed in pieces, with its states" if model.spec.state is not None else "through paged attention"
+        raise UnsupportedModelError(f"{how} its logits differ by {error:.2g} of their size")

@@ -81,7 +81,7 @@ class Follower:
         self._block_size = config.block_size
         limits = config.scheduler(loaded.max_model_len)
         has_store = bool(config.tiers.cpu or config.tiers.disk)
-        num_blocks = num_hbm_blocks(self._model, limits, config.tiers.hbm, False, has_store, config.num_processes)
+        num_blocks, _ = num_hbm_blocks(self._model, limits, config.tiers.hbm, False, has_store, config.num_processes)
         num_blocks = part.least(num_blocks)
         self._caches = self._model.new_caches(num_blocks, config.block_size)
         self._transfer: RankTransfer | FarTransfer | None = None

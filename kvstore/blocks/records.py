@@ -69,9 +69,9 @@ class ReadResult(Enum):
 class Loss:
     """Why a block that was there has to be computed again.
 
-    cause: evicted, deleted, not_written, being_written, damaged, unreadable, load_failed, not_loaded (it is there),
-    store_replaced, remote_away or unknown. tier: which had it last, or was to get it. at_s: when, in seconds since
-    the epoch. why: more, in a few fixed words.
+    cause: evicted, deleted, not_written, being_written, damaged, unreadable, load_failed, no_checkpoint, not_loaded
+    (it is there), store_replaced, remote_away or unknown. tier: which had it last, or was to get it. at_s: when, in
+    seconds since the epoch. why: more, in a few fixed words.
     """
 
     cause: str

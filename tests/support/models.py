@@ -42,6 +42,34 @@ ARCHITECTURES: dict[str, dict] = {
     "Exaone4": {"sliding_window": 24},
 }
 
+_LINEAR = {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 16,
+}  # fmt: skip
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 48}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+# Families whose layers keep a state beside the KV of others, or of their own.
+ARCHITECTURES_WITH_STATES: dict[str, dict] = {
+    "Qwen3_5Text": _LINEAR,
+    "Qwen3_5MoeText": {**_LINEAR, **_SHARED_EXPERT},
+    "Qwen3Next": {**_LINEAR, **_SHARED_EXPERT},
+    "OlmoHybrid": _LINEAR,
+    "GraniteMoeHybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0},
+    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "NemotronH": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
+    },
+    "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_groups": 1},
+    "Lfm2": _CONVOLUTIONS,
+    "Lfm2Moe": {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 1},
+    "Zamba2": {
+        "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 16, "use_mamba_kernels": False,
+        "hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid", "mamba"],
+    },
+}  # fmt: skip
+
 _EYE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 _QWEN_EYE = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}  # of time, height and width
@@ -63,7 +91,8 @@ SEEING: dict[str, tuple[dict, dict]] = {
 def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object):
     """A random model of an architecture in `ARCHITECTURES`, or of any `<Name>Config` with a causal LM."""
     suffix = "TextConfig" if name == "Gemma3" else "Config"
-    config = getattr(transformers, name + suffix)(**{**BASE, **ARCHITECTURES.get(name, {}), **changes})
+    own = (ARCHITECTURES | ARCHITECTURES_WITH_STATES).get(name, {})
+    config = getattr(transformers, name + suffix)(**{**BASE, **own, **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     return _with_random_weights(model)

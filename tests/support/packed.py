@@ -150,9 +150,9 @@ class Watched:
         self._begin = self.model.begin
         self.model.begin = self._watch  # type: ignore[method-assign]
 
-    def _watch(self, token_ids: Any, positions: Any, batch: Any, caches: Any, connector: Any, samples: Any) -> Any:
-        self.steps.append((len(token_ids), len(batch.context_lens), batch.num_decodes, len(samples)))
-        return self._begin(token_ids, positions, batch, caches, connector, samples)
+    def _watch(self, token_ids: Any, positions: Any, batch: Any, *others: Any) -> Any:
+        self.steps.append((len(token_ids), len(batch.context_lens), batch.num_decodes, len(others[2])))
+        return self._begin(token_ids, positions, batch, *others)
 
     @property
     def num_lean(self) -> int:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.blocks.records import TransferPlan
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch, StepInputs
@@ -26,6 +25,7 @@ from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.engine.model.devices import warm_up
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
+from kvstore.engine.model.states import Chunk, StatePool, StepStates
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
 from kvstore.engine.model.step.sampler import Drawn, SampledTokens, Sampler
 from kvstore.engine.model.step.tensors import fill_in, step_tensors
@@ -202,6 +202,9 @@ class ModelRunner:
         self.model = model
         self.connector = connector
         self.caches = model.new_caches(num_blocks, config.block_size)
+        self.states = (
+            None if model.spec.state is None else StatePool(model.spec.state, config.num_state_slots, model.device)
+        )
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size)
         self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, model.device)
         self.times = StepTimes()
@@ -255,7 +258,7 @@ class ModelRunner:
         self._flight.begin(inputs, self.batch.block_table, copies)
         built = time.perf_counter()
         with nullcontext() if self._team is None else self._team.step(output.num_tokens):
-            logits = self._forward(inputs, output.plan, sampled)
+            logits = self._forward(inputs, output, sampled)
             computed = time.perf_counter()
             launched.note_samples(inputs)
             self._flight.computed(launched, logits)
@@ -358,6 +361,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the pool. Its memory is freed when nobody refers to it any more."""
         self.caches.clear()
+        self.states = None
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.left:
@@ -369,13 +373,16 @@ class ModelRunner:
         for row, new in zip(rows, output.new_rows, strict=True):
             _set_sampling(self.sampler, row, new, self.batch.token_ids[row, : len(new.token_ids)])
 
-    def overwrite(self, blocks: Sequence[int]) -> None:
-        """Overwrite these blocks with zeros. Does nothing after `close`."""
+    def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Overwrite these blocks, and these states, with zeros. Does nothing after `close`."""
         overwrite_blocks(self.caches, blocks, self.model.device)
+        if self.states is not None:
+            self.states.overwrite(slots)
         self._flight.others.overwrite(blocks)
 
-    def _forward(self, inputs: StepInputs, plan: TransferPlan | None, sampled: Tensor | None) -> Tensor | None:
+    def _forward(self, inputs: StepInputs, output: SchedulerOutput, sampled: Tensor | None) -> Tensor | None:
         """The logits; None on the first stage of a pipeline, where they come later."""
+        plan = output.plan
         width = -(-int(inputs.context_lens.max()) // self.batch.block_size)
         table = self.batch.block_table[inputs.rows, :width]
         has_loads = plan is not None and bool(plan.loads)  # a graph does not wait for them layer by layer
@@ -386,11 +393,25 @@ class ModelRunner:
         step = step_tensors(inputs, table, self.batch.block_size, self.model.device)
         if sampled is not None:
             fill_in(step.token_ids, sampled)
+        states = self._states(inputs, output)
         logits = self.model.begin(
-            step.token_ids, step.positions, step.batch, self.caches, self.connector, step.sample_tokens
+            step.token_ids, step.positions, step.batch, self.caches, self.connector, step.sample_tokens, states
         )
         self.connector.wait_for_save()
+        if self.states is not None and output.states is not None:
+            self.states.copy(output.states.after)
         return logits
+
+    def _states(self, inputs: StepInputs, output: SchedulerOutput) -> StepStates | None:
+        if self.states is None or output.states is None:
+            return None
+        self.states.copy(output.states.before)
+        starts, chunks = inputs.query_start.tolist(), []
+        for number, index in enumerate(inputs.order.tolist()):
+            step = output.scheduled[index]
+            slot = output.states.slots[step.request_id]
+            chunks.append(Chunk(starts[number], starts[number + 1], slot, step.num_computed_tokens == 0))
+        return StepStates(self.states, chunks)
 
     def _draw(self, launched: Launched, rows: np.ndarray, logits: Tensor) -> None:
         """Draw the step's tokens, and send them to the host. rows: of the batch, for each row of the logits."""
@@ -428,7 +449,7 @@ def _by_request(
 
 def overwrite_blocks(caches: KVCaches, blocks: Sequence[int], device: torch.device) -> None:
     """Overwrite these blocks with zeros."""
-    where = to_device(torch.tensor(blocks), device)
+    where = to_device(torch.tensor(blocks, dtype=torch.int64), device)
     for layer in caches:
         for cache in layer:
             cache.index_fill_(0, where, 0)

@@ -161,10 +161,12 @@ def test_logits_are_computed_where_a_token_is_sampled_only():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("GPT2", "no rotary"),
-        ("OPT", "no rotary"),
-        ("Mamba", "no rotary"),
-        ("Bloom", "no rotary"),
+        ("GPT2", "depend on position and it has no rotary"),
+        ("OPT", "depend on position and it has no rotary"),
+        ("Mamba", "does not go through transformers' interface"),
+        ("Bloom", "does not go through transformers' interface"),
+        ("Jamba", "computed in pieces"),
+        ("MiniMax", "does not keep its states as others do"),
         ("Llama4Text", "rotary module"),
         ("DeepseekV3", "cannot be served"),
     ],

@@ -38,20 +38,20 @@ def model():
 def test_a_given_size_is_kept_to(model):
     block_bytes = 16 * model.spec.kv_bytes_per_token
     assert model.spec.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
-    assert num_hbm_blocks(model, CONFIG, 40 * block_bytes + block_bytes - 1) == 40
+    assert num_hbm_blocks(model, CONFIG, 40 * block_bytes + block_bytes - 1)[0] == 40
 
 
 def test_a_pool_below_the_window_warns_and_one_below_a_block_is_refused(model):
     block_bytes = 16 * model.spec.kv_bytes_per_token
     with pytest.warns(UserWarning, match="holds 48 tokens, fewer than max_model_len 256"):
-        assert num_hbm_blocks(model, CONFIG, 3 * block_bytes) == 3
+        assert num_hbm_blocks(model, CONFIG, 3 * block_bytes)[0] == 3
     with pytest.raises(ConfigError, match="one block of this model needs"):
         num_hbm_blocks(model, CONFIG, block_bytes - 1)
 
 
 def test_auto_is_bounded_by_memory_and_by_use(model, monkeypatch):
     full = CPU_WINDOWS * 4 * 256 // 16
-    assert num_hbm_blocks(model, CONFIG, "auto") == full
+    assert num_hbm_blocks(model, CONFIG, "auto")[0] == full
     available = 100 * 16 * model.spec.kv_bytes_per_token
 
     class Memory:
@@ -61,9 +61,9 @@ def test_auto_is_bounded_by_memory_and_by_use(model, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert num_hbm_blocks(model, CONFIG, "auto") == int(100 * CPU_FRACTION)
+        assert num_hbm_blocks(model, CONFIG, "auto")[0] == int(100 * CPU_FRACTION)
         available *= 4
-        assert num_hbm_blocks(model, CONFIG, "auto", num_processes=4) == int(100 * CPU_FRACTION)
+        assert num_hbm_blocks(model, CONFIG, "auto", num_processes=4)[0] == int(100 * CPU_FRACTION)
 
 
 @pytest.mark.parametrize(("max_tokens", "max_seqs"), [(100, 4), (700, 64), (8, 64), (255, 1)])
@@ -92,7 +92,7 @@ def test_auto_on_cuda_leaves_room_for_graphs_and_for_what_is_not_saved_yet(monke
         model = intercept(make_model().to(fake_cuda.DEVICE), 256)
         driver.memory = (4 << 30, 4 << 30)
         ways = ((False, False), (True, False), (True, True))
-        plain, graphs, saves = (num_hbm_blocks(model, crowd, "auto", *flags) for flags in ways)
+        plain, graphs, saves = (num_hbm_blocks(model, crowd, "auto", *flags)[0] for flags in ways)
         graph_bytes = bytes_for_graphs(model, crowd)
     block_bytes = 16 * model.spec.kv_bytes_per_token
     assert (plain - graphs) * block_bytes == pytest.approx(graph_bytes, abs=block_bytes)
@@ -106,9 +106,9 @@ def test_auto_on_cuda_takes_no_more_than_a_small_model_can_use(monkeypatch):
     with fake_cuda.device(monkeypatch) as driver:
         model = intercept(make_model().to(fake_cuda.DEVICE), 256)
         driver.memory = (139 << 30, 140 << 30)
-        assert num_hbm_blocks(model, config, "auto") == CUDA_WINDOWS * 4 * 256 // 16
+        assert num_hbm_blocks(model, config, "auto")[0] == CUDA_WINDOWS * 4 * 256 // 16
         driver.memory = (3 << 20, 7 << 20)
-        assert num_hbm_blocks(model, config, "auto") < CUDA_WINDOWS * 4 * 256 // 16
+        assert num_hbm_blocks(model, config, "auto")[0] < CUDA_WINDOWS * 4 * 256 // 16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -126,7 +126,7 @@ def test_what_graphs_take_is_found_by_the_largest_of_each_kind(monkeypatch):
 def test_auto_on_cuda_leaves_room_for_the_largest_step():
     network = make_model().to("cuda")
     model = intercept(network, 256)
-    blocks = num_hbm_blocks(model, CROWD, "auto")
+    blocks = num_hbm_blocks(model, CROWD, "auto")[0]
     caches = model.new_caches(blocks, 16)
     free, total = torch.cuda.mem_get_info()
     assert blocks > 0 and free > 0.02 * total and len(caches) == model.spec.num_layers

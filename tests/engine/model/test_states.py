@@ -1,0 +1,115 @@
+"""Models whose layers keep states: answers in batches, in pieces, after other turns and preemptions, and of choices."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvstore import Engine, SamplingParams
+from kvstore.engine.model.states import StatePool
+from kvstore.errors import ConfigError
+from tests.support.engines import greedy, open_engine
+from tests.support.models import ARCHITECTURES_WITH_STATES, make_model
+
+BLOCK = 16
+CLOSE = 0.01  # of two logits, in standard deviations: a module may compute a step otherwise than a prompt
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    return torch.randint(160, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [prompt(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
+
+
+@torch.inference_mode()
+def check_answer(network, token_ids: list[int], answer: list[int]) -> None:
+    """The network alone answers the same, or two tokens were as good."""
+    cache, given = DynamicCache(config=network.config), token_ids
+    for at, token in enumerate(answer):
+        places = torch.arange(len(given))[None] + (len(token_ids) + at - len(given))
+        ids = torch.tensor([given])
+        logits = network(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits[0, -1]
+        if int(logits.argmax()) != token:
+            assert logits.max() - logits[token] < CLOSE * logits.std(), f"token {at}"
+            return
+        given = [token]
+
+
+@pytest.fixture(params=ARCHITECTURES_WITH_STATES)
+def name(request) -> str:
+    return request.param
+
+
+def opened(folder, hbm: str = "4MiB", **options: object) -> Engine:
+    return open_engine(folder, hbm=hbm, dtype="float32", max_num_batched_tokens=48, **options)
+
+
+def test_answers_of_two_turns_are_the_networks_own(name, saved_model):
+    network = make_model(name)
+    with opened(saved_model(name)) as engine:
+        first = engine.generate(PROMPTS, greedy(40))
+        histories = [one + made.token_ids + prompt(9, 4) for one, made in zip(PROMPTS, first, strict=True)]
+        second = engine.generate(histories, greedy(20))
+        engine.check_integrity()
+    for asked, made in zip([*PROMPTS, *histories], [*first, *second], strict=True):
+        check_answer(network, asked, made.token_ids)
+    for history, made in zip(histories, second, strict=True):  # the last token of an answer was never computed
+        assert made.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
+
+
+def test_preempted_requests_go_on(saved_model):
+    network = make_model("Qwen3_5Text")
+    with opened(saved_model("Qwen3_5Text"), hbm="360KiB") as engine:
+        made = engine.generate(PROMPTS, greedy(170))
+        assert engine.loop.scheduler.roster.num_preemptions > 0
+        engine.check_integrity()
+    for asked, answer in zip(PROMPTS, made, strict=True):
+        check_answer(network, asked, answer.token_ids)
+
+
+def test_choices_go_on_from_the_state_of_their_prompt(name, saved_model):
+    params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
+    with opened(saved_model(name)) as engine:
+        (together,) = engine.generate([PROMPTS[0]], params)
+        engine.check_integrity()
+    lone = [SamplingParams(temperature=0.7, seed=5 + i, max_tokens=24, ignore_eos=True) for i in range(3)]
+    with opened(saved_model(name)) as engine:
+        alone = [engine.generate([PROMPTS[0]], one)[0] for one in lone]
+    assert [choice.token_ids for choice in together.choices] == [one.token_ids for one in alone]
+
+
+def test_what_two_conversations_begin_with_is_computed_once(saved_model):
+    """Their system prompt ends where the first turn begins; a checkpoint stands at the border before."""
+    with opened(saved_model("Qwen3_5Text", tokenizer=True)) as engine:
+        system = "You answer in one word, in the language of the question."
+        chats = [engine.chat(name, system=system) for name in ("one", "two")]
+        asked = "What is that?", "Who is there, and why?"
+        usages = [chat.send(text, greedy(4)).usage for chat, text in zip(chats, asked, strict=True)]
+    assert usages[0].cached_tokens == 0
+    assert usages[1].cached_tokens >= BLOCK
+
+
+def test_states_of_deleted_conversations_are_overwritten(saved_model):
+    with opened(saved_model("Qwen3_5Text", tokenizer=True)) as engine:
+        chat = engine.chat("red")
+        chat.send("My name is Ada, and I live in Turin.", greedy(20))
+        pool: StatePool = engine.loop.runner.states
+        assert pool.rows.any()
+        engine.admin.delete_session("red")
+        assert not pool.rows.any()
+        engine.check_integrity()
+
+
+def test_an_evicted_checkpoint_is_named(saved_model):
+    with opened(saved_model("Qwen3_5Text", tokenizer=True)) as engine:
+        chat = engine.chat("red")
+        chat.send("My name is Ada, and I live in Turin.", greedy(20))
+        engine.loop.call(engine.loop.scheduler.manager.states.forget_all)
+        usage = chat.send("What is my name?", greedy(4)).usage
+        assert usage.cached_tokens == 0
+        assert usage.miss is not None and usage.miss.cause == "no_checkpoint"
+
+
+def test_a_pool_without_room_for_states_is_refused(saved_model):
+    with pytest.raises(ConfigError, match="a state of this model needs"):
+        opened(saved_model("Qwen3_5Text"), hbm="40KiB")
