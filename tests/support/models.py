@@ -84,6 +84,7 @@ SEEING: dict[str, tuple[dict, dict]] = {
     "Qwen2_5_VL": ({"rope_parameters": _SECTIONS}, _QWEN_EYE),
     "Qwen3VL": ({"rope_parameters": _SECTIONS, "tie_word_embeddings": True}, _QWEN_EYE),
     "SmolVLM": ({"model_type": "llama"}, {**_EYE, "patch_size": 14}),
+    "Qwen3_5": (_LINEAR, _QWEN_EYE),
     "Qwen3VLMoe": ({"rope_parameters": _SECTIONS, **_EXPERTS}, _QWEN_EYE),
 }
 
