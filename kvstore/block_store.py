@@ -97,20 +97,20 @@ class BlockStore:
         with self._lock:
             entry = self._store.disk.contents.index.get(self._names.block_id(key))
             wanted = self._names.wanted(key, None if entry is None else entry.parent_id)
-            return self._store.reads.read(wanted, view)
+            return self._store.read(wanted, view)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """A request will ask for this chain soon: the last of these blocks that is stored, and all it builds on, are
         read into the system's page cache, behind all other reads. Some keys of the chain will do, head first.
         """
         with self._lock:
-            self._store.reads.prefetch(self._names.ids(keys))
+            self._store.prefetch(self._names.ids(keys))
 
     def poll(self) -> list[Finished]:
         """Reads and writes that have ended since the last call."""
         with self._lock:
             self._store.poll()
-            return self._store.tickets.collect()
+            return self._store.collect()
 
     # -- who needs them ----------------------------------------------------------------------------------------------
     def arrive(self, conversation: str, keys: Sequence[bytes]) -> None:
@@ -160,7 +160,7 @@ class BlockStore:
         Blocks that other chains build on, such as a system prompt, stay. `flush` returns when they are gone.
         """
         with self._lock:
-            return self._store.forget(self._names.ids(keys)) if keys else 0
+            return self._store.forget_chain(self._names.ids(keys)) if keys else 0
 
     # -- looking after -----------------------------------------------------------------------------------------------
     @property
@@ -253,7 +253,7 @@ class _Upkept:
     def __init__(self, parts: DiskParts[HostBlocks], owner: str, opened: ExitStack) -> None:
         self.parts = parts
         self._owner = owner
-        self._upkeep = TieredUpkeep(parts)
+        self._upkeep = TieredUpkeep(parts, parts.store)
         opened.callback(parts.close)
         assert parts.directory is not None
         self._control = ControlServer(parts.directory, self._handle)

@@ -66,7 +66,7 @@ class OwnedDisk:
             self._parts = open_host_parts(disk, self._capacity_bytes, policy, RATES_NAME, None, tenant_bytes)
             opened.callback(self._parts.close)
             self._store, self._lock = self._parts.store, self._parts.lock
-            self._upkeep = TieredUpkeep(self._parts)
+            self._upkeep = TieredUpkeep(self._parts, self._store)
             self._awaited: set[int] = set()  # tickets
             self._ended: dict[int, bool] = {}  # of these: whether they are durable
             self.path = owner_path(folder)
@@ -99,24 +99,20 @@ class OwnedDisk:
                 return None
         header = disk.header(block_id)
         if header is None or header.raw_bytes * LARGEST_BLOCK > self._capacity_bytes:
-            self._lose(block_id, ReadResult.CORRUPT if disk.contains(block_id) else ReadResult.FAILED)
+            result = ReadResult.CORRUPT if disk.contains(block_id) else ReadResult.FAILED
+            with self._lock:
+                self._store.lost(block_id, result)
             return None
         payload = memoryview(bytearray(header.raw_bytes))
         result = disk.read(header.record, payload)
         if result is not ReadResult.OK or header.record.block_id != block_id:
-            self._lose(block_id, result if result is not ReadResult.OK else ReadResult.CORRUPT)
+            with self._lock:
+                self._store.lost(block_id, result if result is not ReadResult.OK else ReadResult.CORRUPT)
             return None
         with self._lock:
             self._store.stats.read += 1
             self._store.planner.read(payload.nbytes, time.perf_counter() - started, 1)
         return encode_head(header.record, payload), payload
-
-    def _lose(self, block_id: BlockId, result: ReadResult) -> None:
-        with self._lock:
-            failures = self._store.stats.read_failures
-            failures[result.value] = failures.get(result.value, 0) + 1
-            if result in (ReadResult.MISSING, ReadResult.CORRUPT) and self._store.contains(block_id):
-                self._store.disk.space.delete_tree(block_id, result=result)
 
     def put(self, pairs: Sequence[tuple[bytes, bytes]], is_wanted: Callable[[], bool]) -> list[bool]:
         """See `DiskOwner.put`. Refuses a value that is damaged, or whose block before it is not there."""
@@ -150,7 +146,7 @@ class OwnedDisk:
 
     def _have_ended(self, tickets: set[int]) -> bool:
         """Whether these writes have ended. Call it with the lock."""
-        for one in self._store.tickets.collect():
+        for one in self._store.collect():
             if one.ticket in self._awaited:
                 self._ended[one.ticket] = one.ok
         return tickets <= self._ended.keys()

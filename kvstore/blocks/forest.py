@@ -7,11 +7,12 @@ before these have arrived. Knows not who else holds a block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import BlockRecord
 from kvstore.policy.conversation import Conversation
 
 K = TypeVar("K", bound=Hashable)
@@ -296,6 +297,23 @@ class EvictionTree(Generic[K]):
             if owner is not None:
                 assert self.order is not None
                 assert (owner in self.order) == free, f"{key!r}: its owner is out of order"
+
+
+def children_of(records: Iterable[BlockRecord]) -> dict[BlockId, list[BlockId]]:
+    """For each block that one of these builds on, those that do."""
+    children: dict[BlockId, list[BlockId]] = {}
+    for record in records:
+        children.setdefault(record.parent_id, []).append(record.block_id)
+    return children
+
+
+def with_descendants(block_ids: Iterable[BlockId], records: Iterable[BlockRecord]) -> list[BlockId]:
+    """These blocks, and all of the records' that build on them, parents before children."""
+    children, found = children_of(records), list(dict.fromkeys(block_ids))
+    given = set(found)
+    for block_id in found:
+        found += [child for child in children.pop(block_id, ()) if child not in given]
+    return found
 
 
 class ParentsInFlight:

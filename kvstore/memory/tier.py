@@ -4,11 +4,11 @@ Owns their states and records, not bytes: the arena is given, or there is none w
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-from kvstore.blocks.forest import Order, ParentsInFlight
+from kvstore.blocks.forest import Order, ParentsInFlight, children_of, with_descendants
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
@@ -174,25 +174,24 @@ class CpuTier:
             self._records[arena_block] = self._conversations[arena_block] = None
         self._erase(stale)
 
-    def _children(self) -> dict[BlockId, list[BlockId]]:
-        """For each block, here or not, those here that build on it, linked or not."""
-        children: dict[BlockId, list[BlockId]] = {}
-        for record in map(self.record, self.pool.cached_blocks()):
-            assert record is not None
-            children.setdefault(record.parent_id, []).append(record.block_id)
-        return children
+    def _cached_records(self) -> Iterator[BlockRecord]:
+        return (record for record in map(self.record, self.pool.cached_blocks()) if record is not None)
 
     def absent_parents(self) -> list[BlockId]:
         """Blocks that others here build on, and which are not here."""
-        return [block_id for block_id in self._children() if self.arena_block_of(block_id) is None]
+        return [one for one in children_of(self._cached_records()) if self.arena_block_of(one) is None]
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """These blocks, here or not, and all that builds on them here, parents before children."""
-        children, found = self._children(), list(dict.fromkeys(block_ids))
-        given = set(found)
-        for block_id in found:
-            found += [child for child in children.pop(block_id, ()) if child not in given]
-        return found
+        return with_descendants(block_ids, self._cached_records())
+
+    def hold_all_but(self, arena_blocks: Collection[int]) -> list[int]:
+        """Take a reference of each other READY arena block, parents first; returns these."""
+        found = map(self.arena_block_of, self.with_descendants(self.absent_parents()))
+        held = [one for one in found if one is not None and self._states[one] is ArenaBlockState.READY]
+        held = [one for one in held if one not in arena_blocks]
+        self.pool.acquire(held)
+        return held
 
     def select(self, what: Evict, block_bytes: int) -> list[BlockId]:
         """All blocks that `what` means; see `kvstore.blocks.selection`."""

@@ -8,9 +8,9 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `deletion`: by request, with all that was computed after it; eviction by hand
 - `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
-  reads, and what is read ahead for it
+  reads and writes, and what is read ahead for it
 - `host_conversations`: whose blocks such a host writes and asks for
-- `host_writes`: its writes, while its memory is borrowed for them; tickets
+- `host_memory`: the host's buffers, each until its block is written or given up
 - `housekeeping`: the thread that polls while nobody steps
 - `parts`: the parts of a store, and the order in which they end
 - `progress`: waiting for what worker threads do; what was in flight at one moment

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss, TransferPlan, Transferred
+from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed
@@ -140,8 +141,8 @@ class KVStore:
     """
 
     def __init__(
-        self, context: StoreContext, planner: Planner, identity: Identity, io: TierWorker, transfers: Transfers,
-        copy: Callable[[Sequence[Piece]], None], disk: WriteBack | None, remote: RemoteSource | None = None,
+        self, context: StoreContext[CpuTier], planner: Planner, identity: Identity, io: TierWorker,
+        transfers: Transfers, copy: Callable[[Sequence[Piece]], None], disk: WriteBack | None, remote: RemoteSource | None = None,
     ) -> None:  # fmt: skip
         self.cpu, self.steering, self.stats = cpu, steering, stats = context.cpu, context.steering, context.stats
         self.remote: RemoteBlocks | None = None

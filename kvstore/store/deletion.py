@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.memory.tier import CpuTier
 from kvstore.store.stored import Deletions, StoreContext
 from kvstore.store.write_back import WriteBack
 
@@ -28,7 +29,7 @@ class Deletion:
     """disk, remote: None without such a tier. being_filled: arena blocks whose blocks have no id yet."""
 
     def __init__(
-        self, context: StoreContext, disk: WriteBack | None, block_bytes: int,
+        self, context: StoreContext[CpuTier], disk: WriteBack | None, block_bytes: int,
         being_filled: Callable[[], Iterable[int]], remote: SharedTier | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._steering, self._stats = context.cpu, context.steering, context.stats

@@ -1,28 +1,30 @@
-"""The disk tier for a host that has its own memory: what the host writes and reads, what is read ahead for it,
-and how that ended.
+"""The disk for a host that has its own memory: what the host writes and reads, what is read ahead for it, and how that
+ended.
 
-Control plane, one thread. There is no arena: blocks are written from the host's memory and read into it.
+Control plane, one thread. A job's memory is the host's: blocks are written from there and read into it, without a copy.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, Evict, Expected, ReadResult
+from kvstore.blocks.records import BlockRecord, Evict, Evicted, Expected, Finished, ReadResult
+from kvstore.disk.format import WriteError
 from kvstore.disk.opening import OpenDisk, OpeningDisk
-from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.history import Learned
 from kvstore.store.host_conversations import HostConversations
-from kvstore.store.host_writes import HostWrites, Tickets
+from kvstore.store.host_memory import HostMemory, Lent
 from kvstore.store.parts import DiskParts
 from kvstore.store.progress import Stage, StoreProgress
+from kvstore.store.stored import StoreContext
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import AS_HINT, ReadJob
 from kvstore.tiers.queues import Task
@@ -30,59 +32,96 @@ from kvstore.tiers.work import ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
 
 MAX_PREFETCHING = 1 << 12  # blocks
+MAX_WRITE_BYTES = 256 << 20  # that wait or are being written
 USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations; blocks may have any size
+NO_ROOM = {WriteError.MAP_FULL, WriteError.NO_SPACE}
 REASONS = {
     ReadResult.OK: "", ReadResult.MISSING: "missing", ReadResult.CORRUPT: "damaged",
     ReadResult.MISMATCH: "mismatch", ReadResult.FAILED: "io_error",
 }  # fmt: skip
 
 
-class HostReads:
-    """planner: measures reads."""
+class HostBlocks:
+    """See `kvstore.block_store.BlockStore`, which names blocks by keys. A failed write is not tried again, as the host
+    wants its memory back.
+
+    planner: measures reads. roots: the parents of blocks that have none; None: whoever writes knows that the block
+    before is there. tenant_bytes: what one tenant may have on disk.
+    """
 
     def __init__(
-        self, tier: DiskTier, io: TierWorker, disk: WriteBack, planner: Planner, tickets: Tickets, stats: StoreStats
-    ) -> None:
-        self._tier, self._io, self._disk = tier, io, disk
-        self._planner, self._tickets, self._stats = planner, tickets, stats
-        self._num_reading = self._num_prefetching = 0
+        self, on_disk: OpenDisk, io: TierWorker, steering: Steering, planner: Planner, stats: StoreStats,
+        clock: Callable[[], float], roots: Container[BlockId] | None, tenant_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.steering, self.planner, self.stats = steering, planner, stats
+        self._tier, self._io, self._roots = on_disk.tier, io, roots
+        most_bytes = min(MAX_WRITE_BYTES, on_disk.tier.file.capacity_bytes // 4)
+        self._memory = memory = HostMemory(most_bytes, self._give_back)
+        context = StoreContext(memory, memory.view, steering, stats, clock)
+        self.disk = WriteBack(context, on_disk, io, tenant_bytes)
+        self.conversations = HostConversations(steering, self.disk.contents, clock)
+        self._num_tickets = self._num_reading = self._num_prefetching = 0
+        self._since: dict[int, float] = {}  # when each ticket was given that has not ended
+        self._finished: deque[Finished] = deque()
+        self._why_not = "no_room"  # what is given up is not written
 
-    def __len__(self) -> int:
-        """The number of reads that somebody waits for."""
-        return self._num_reading
+    # -- tickets -----------------------------------------------------------------------------------------------------
+    def _begin(self) -> int:
+        self._num_tickets += 1
+        self._since[self._num_tickets] = time.perf_counter()
+        return self._num_tickets
+
+    def _end(self, ticket: int, reason: str, num_bytes: int = 0) -> None:
+        """reason: why it failed; "" if it did not."""
+        seconds = time.perf_counter() - self._since.pop(ticket)
+        self._finished.append(Finished(ticket, not reason, reason, 0 if reason else num_bytes, seconds))
+
+    def collect(self) -> list[Finished]:
+        """What has ended since the last call."""
+        found = list(self._finished)
+        self._finished.clear()
+        return found
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+    def contains(self, block_id: BlockId) -> bool:
+        """Whether the block is durable."""
+        return self.disk.contents.contains(block_id)
 
     def read(self, wanted: Expected, into: memoryview) -> int:
         """Begin a read. Returns its ticket."""
-        ticket = self._tickets.begin()
-        if self._disk.contents.contains(wanted.block_id):
+        ticket = self._begin()
+        if self.contains(wanted.block_id):
             self._num_reading += 1
             self._io.submit_read(ReadJob(ticket, wanted, into))
         else:
-            self._tickets.end(ticket, "missing")
+            self._end(ticket, "missing")
         return ticket
 
-    def done(self, done: ReadDone) -> None:
+    def _read_done(self, done: ReadDone) -> None:
         block_id, num_bytes, result = done.job.record.block_id, done.job.view.nbytes, done.result
         self._num_reading -= 1
         if result is ReadResult.OK:
-            self._stats.read += 1
-            self._planner.read(num_bytes, done.seconds, done.num_active)
+            self.stats.read += 1
+            self.planner.read(num_bytes, done.seconds, done.num_active)
         else:
             if result is ReadResult.MISMATCH:
                 header = self._tier.header(block_id)
                 if header is not None and header.raw_bytes == num_bytes:
                     result = ReadResult.CORRUPT  # intact, but not the block that the index says
-            self._stats.read_failures[result.value] = self._stats.read_failures.get(result.value, 0) + 1
-            is_lost = result in (ReadResult.MISSING, ReadResult.CORRUPT)
-            if is_lost and self._disk.contents.contains(block_id):
-                self._disk.space.delete_tree(block_id, result=result)
-        self._tickets.end(done.job.handle, REASONS[result], num_bytes)
+            self.lost(block_id, result)
+        self._end(done.job.handle, REASONS[result], num_bytes)
+
+    def lost(self, block_id: BlockId, result: ReadResult) -> None:
+        """A read has failed. What is missing or damaged goes, with all that builds on it."""
+        self.stats.read_failures[result.value] = self.stats.read_failures.get(result.value, 0) + 1
+        if result in (ReadResult.MISSING, ReadResult.CORRUPT) and self.contains(block_id):
+            self.disk.space.delete_tree(block_id, result=result)
 
     def prefetch(self, chain: Sequence[BlockId]) -> None:
         """Read the last of these that is stored, and all that it builds on, into the system's page cache: head first,
         behind all other reads, as far as the bound allows. For hosts that give no memory before they ask.
         """
-        index = self._disk.contents.index
+        index = self.disk.contents.index
         entry = next((entry for block_id in reversed(chain) if (entry := index.get(block_id)) is not None), None)
         stored: list[BlockId] = []
         while entry is not None:
@@ -91,44 +130,52 @@ class HostReads:
         for block_id in stored[::-1][: MAX_PREFETCHING - self._num_prefetching]:
             self._io.submit_read(Task(self._num_prefetching, partial(self._tier.warm, block_id)), AS_HINT)
             self._num_prefetching += 1
-            self._stats.prefetched += 1
+            self.stats.prefetched += 1
 
-    def prefetch_done(self) -> None:
-        self._num_prefetching -= 1
-
-
-class HostBlocks:
-    """See `kvstore.block_store.BlockStore`, which names blocks by keys.
-
-    planner: measures reads. roots: see `HostWrites`. tenant_bytes: what one tenant may have on disk.
-    """
-
-    def __init__(
-        self, on_disk: OpenDisk, io: TierWorker, steering: Steering, planner: Planner, stats: StoreStats,
-        clock: Callable[[], float], roots: Container[BlockId] | None, tenant_bytes: int | None = None,
-    ) -> None:  # fmt: skip
-        self.steering, self.planner, self.stats = steering, planner, stats
-        self._io = io
-        self.tickets = Tickets()
-        self._writes = HostWrites(on_disk, io, steering, stats, clock, self.tickets, roots, tenant_bytes)
-        self.disk, self.deletion = self._writes.disk, self._writes.deletion
-        self.conversations = HostConversations(steering, self.disk.contents, clock)
-        self.reads = HostReads(on_disk.tier, io, self.disk, planner, self.tickets, stats)
-
-    def contains(self, block_id: BlockId) -> bool:
-        """Whether the block is durable."""
-        return self.disk.contents.contains(block_id)
-
+    # -- writes ------------------------------------------------------------------------------------------------------
     def write(self, record: BlockRecord, view: memoryview, name: str | None) -> int | None:
-        """Write a block. Returns the ticket; None if it is refused. name: the conversation's."""
+        """Begin a write. Returns its ticket; None if too many wait, writing is paused, or it would evict others for
+        nothing. name: the conversation's.
+        """
+        lent = self._memory.buffer_of(record.block_id)
         if self.contains(record.block_id):
-            ticket = self.tickets.begin()
-            self.tickets.end(ticket, "")
-            return ticket
-        try:
-            return self._writes.write(record, view, partial(self.conversations.owner, name))
-        finally:
-            self._writes.go_on()
+            ticket = self._begin()
+            self._end(ticket, "")
+        elif lent is not None:
+            ticket = self._begin()
+            lent.tickets.append(ticket)
+        elif self._memory.has_room(view.nbytes) and not self.disk.health.is_paused and self._is_of_use(record, view):
+            ticket = self._begin()
+            owner = self.conversations.owner(name, record.block_id, record.parent_id)
+            self.disk.add_dirty(self._memory.borrow(Lent(record, view, owner, [ticket])))
+            self._go_on()
+        else:
+            self.stats.refused_writes += 1
+            self._go_on()
+            return None
+        return ticket
+
+    def _is_of_use(self, record: BlockRecord, view: memoryview) -> bool:
+        """False if others would be evicted for a block that nobody could use, as its parent is not there."""
+        parent_id = record.parent_id
+        is_there = self._roots is None or parent_id in self._roots or self.contains(parent_id)
+        if is_there or self._memory.buffer_of(parent_id) is not None:
+            return True
+        return self._tier.file.excess_bytes(self._memory.num_bytes + view.nbytes) <= 0
+
+    def _go_on(self) -> None:
+        """Hand the next blocks to the writer. Called once per poll, and after every new write."""
+        self.disk.pump()
+        if self.disk.queue.dirty and self.disk.health.is_paused:
+            self._why_not = "no_room" if self.disk.health.error in NO_ROOM else "io_error"
+            self.disk.refuse_waiting()
+            self._why_not = "no_room"
+
+    def _give_back(self, lent: Lent) -> None:
+        """The disk is done with a buffer."""
+        reason = "forgotten" if lent.is_forgotten else self._why_not
+        for ticket in lent.tickets:
+            self._end(ticket, "" if self.contains(lent.record.block_id) else reason, lent.view.nbytes)
 
     def end_request(self, name: str, chain: Sequence[BlockId]) -> None:
         """After the last one what waits for a batch is written now: no more comes, and a host may be awake until it is
@@ -136,41 +183,68 @@ class HostBlocks:
         """
         self.conversations.finish(name, chain)
         if not self.conversations.num_open:
-            self._writes.go_on()
+            self._go_on()
             self._io.hurry()
 
-    # -- what has ended ----------------------------------------------------------------------------------------------
     def poll(self) -> bool:
         """Collect what the threads have finished, and go on. Returns whether there was anything."""
         done = self._io.completed()
         for each in done:
             if isinstance(each, WriteDone):
-                self._writes.done(each)
+                self.disk.write_done(each)
             elif isinstance(each, ReadDone):
-                self.reads.done(each)
+                self._read_done(each)
             elif isinstance(each, TaskDone):
-                self.reads.prefetch_done()
+                self._num_prefetching -= 1
         self.steering.poll(is_idle=not self.conversations.num_open)
         self.conversations.poll()
-        if self.deletion.to_erase:
-            self.deletion.erase()
-        self._writes.go_on()
+        self._go_on()
         return bool(done)
 
-    # -- by hand -----------------------------------------------------------------------------------------------------
-    def forget(self, chain: Sequence[BlockId]) -> int:
+    # -- deletion ----------------------------------------------------------------------------------------------------
+    def forget_chain(self, chain: Sequence[BlockId]) -> int:
         """Delete these blocks, head first, and what builds on the last of them, except for what others build on, too.
-
         Returns how many of them were on disk.
         """
-        self._writes.forget(frozenset(chain))
-        contents = self.disk.contents
-        named = frozenset(chain).union(contents.with_descendants(chain[-1:]))
+        for lent in filter(None, map(self._memory.buffer_of, chain)):
+            lent.is_forgotten = True
+            self._memory.forget(lent.record.block_id)
+        named = frozenset(chain).union(self.disk.contents.with_descendants(chain[-1:]))
         doomed, _ = self.disk.space.select(Evict(block_ids=named))
-        self.disk.space.delete(doomed)
-        self.steering.forget(doomed)
-        self.stats.forgotten += len(doomed)
+        self._delete(doomed)
         return len(doomed)
+
+    def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
+        """Delete these blocks with all that builds on them. Returns all of them; see `is_forgotten`."""
+        doomed = self.disk.space.with_descendants(block_ids)
+        self._delete(doomed)
+        self.stats.losses.note("deleted", None, *doomed)
+        return set(doomed)
+
+    def _delete(self, block_ids: Sequence[BlockId]) -> None:
+        self.disk.space.delete(block_ids)
+        self.steering.forget(block_ids)
+        self.stats.forgotten += len(block_ids)
+
+    def is_forgotten(self, block_ids: Collection[BlockId]) -> bool:
+        """Whether these, deleted before, are gone from the disk."""
+        return not self.disk.contents.removing.has_some(block_ids)
+
+    def cannot_forget(self, block_ids: set[BlockId]) -> bool:
+        """Whether the disk cannot delete these at the moment. It tries again later."""
+        return self.disk.cannot_delete(block_ids)
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        """Evict matching blocks, those that wait to be written too; with dry_run only count those on disk. Also returns
+        their ids.
+        """
+        on_disk, amount = self.disk.space.select(what)
+        # What waits to be written must not lose its parent.
+        chosen = self.disk.space.with_descendants([*on_disk, *self._memory.select(what)])
+        if not what.dry_run:
+            self.disk.space.delete(chosen)
+            self.stats.losses.note("evicted", "disk", *chosen, why="by hand")
+        return {"disk": amount}, frozenset(chosen)
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def finish(self) -> None:
@@ -179,23 +253,23 @@ class HostBlocks:
 
     def stages(self) -> Sequence[Stage]:
         """Writes and deletions."""
-        return (lambda: self.tickets.running, self.disk.contents.removing.in_flight)
+        return (self._since.keys, self.disk.contents.removing.in_flight)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight, and nothing is left to be written."""
-        return not (len(self._writes) or len(self.reads)) and self.disk.is_drained
+        return self.disk.is_drained
 
     def as_dict(self) -> dict[str, object]:
         """Gauges and counters."""
-        disk = self.disk.stats() | {"reads_in_flight": len(self.reads)}
+        disk = self.disk.stats() | {"reads_in_flight": self._num_reading}
         store = {**self.stats.as_dict(), **self.planner.as_dict()}
         return {"disk": disk, "store": store, "policy": self.steering.as_dict()}
 
     def check_integrity(self, idle: bool) -> None:
         """Assert that counts agree; with `idle`, that nothing is held."""
-        self._writes.check_integrity(idle)
-        assert not idle or not len(self.reads), f"{len(self.reads)} reads while idle"
+        self._memory.check_integrity(idle)
+        assert not idle or not self._since, f"{len(self._since)} tickets have not ended while idle"
 
 
 def open_host_parts(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage
@@ -37,11 +38,14 @@ KNOWN_S = 300.0  # how long its answers are believed
 LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadResult.MISSING: "damaged"}
 
 
-@dataclass(frozen=True, slots=True)
-class StoreContext:
-    """What the parts of one store share. view: the bytes of an arena block."""
+C_co = TypeVar("C_co", covariant=True)
 
-    cpu: CpuTier
+
+@dataclass(frozen=True, slots=True)
+class StoreContext(Generic[C_co]):
+    """What the parts of one store share. cpu: the memory above its disk. view: the bytes of an arena block."""
+
+    cpu: C_co
     view: Callable[[int], memoryview]
     steering: Steering
     stats: StoreStats
@@ -225,7 +229,7 @@ class BelievedContents:
 class TierReads:
     """tiers: those that are read from, one of a kind at most. exact, believed: their names."""
 
-    def __init__(self, context: StoreContext, tiers: Iterable[Believed]) -> None:
+    def __init__(self, context: StoreContext[CpuTier], tiers: Iterable[Believed]) -> None:
         self._cpu, self._view, self._stats = context.cpu, context.view, context.stats
         self._tiers = {tier.name: tier for tier in tiers}
         self.exact = next((tier.name for tier in self._tiers.values() if not tier.is_believed), None)
@@ -363,7 +367,7 @@ class StoredBlocks:
     """disk, remote: None without such a tier. reads: None without either."""
 
     def __init__(
-        self, context: StoreContext, disk: DiskContents | None, reads: TierReads | None, identity: Identity,
+        self, context: StoreContext[CpuTier], disk: DiskContents | None, reads: TierReads | None, identity: Identity,
         remote: BelievedContents | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock

@@ -69,7 +69,7 @@ class TieredConnector:
         self.fingerprint = bytes.fromhex(fingerprint)
         self.root_secret = parts.secret
         self.hbm_order: Order = parts.store.steering.order("hbm")
-        self.upkeep: Upkeep = TieredUpkeep(parts)
+        self.upkeep: Upkeep = TieredUpkeep(parts, parts.store.deletion)
         self.holdings = parts.holdings
         self.hbm_losses: Losses | None = None
         self.register_kv_caches = parts.transfer.register

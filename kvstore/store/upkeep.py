@@ -9,14 +9,16 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
+from kvstore.store.deletion import Deletion
+from kvstore.store.host_blocks import HostBlocks
 from kvstore.store.parts import DiskParts
 
 
 class TieredUpkeep:
     """See `kvstore.store.seam.Upkeep`."""
 
-    def __init__(self, parts: DiskParts[Any]) -> None:
-        self._parts = parts
+    def __init__(self, parts: DiskParts[Any], deletion: Deletion | HostBlocks) -> None:
+        self._parts, self._deletion = parts, deletion
         leave_to_parent(self, "the store")
 
     def stats(self) -> dict[str, object]:
@@ -26,10 +28,10 @@ class TieredUpkeep:
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         with self._parts.lock:
             self._parts.store.poll()
-            return self._parts.store.deletion.evict(what)
+            return self._deletion.evict(what)
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
-        deletion = self._parts.store.deletion
+        deletion = self._deletion
         with self._parts.lock:
             found = deletion.forget(block_ids)
         self._parts.wait_until(lambda: deletion.is_forgotten(found) or deletion.cannot_forget(found), timeout_s)

@@ -12,8 +12,9 @@ only because every block that is free there has been written.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstore.blocks.forest import ParentsInFlight
 from kvstore.blocks.holdings import Holdings
@@ -25,7 +26,7 @@ from kvstore.disk.index import TenantBytes
 from kvstore.disk.opening import OpenDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
-from kvstore.memory.tier import ArenaBlockState, CpuTier
+from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
 from kvstore.store.stored import LOST_BY, Deletions, DiskContents, StoreContext, TierReads
 from kvstore.tiers.port import WriteJob
@@ -46,7 +47,7 @@ class WriteQueue:
     def __init__(self, tier: TierWorker, view: Callable[[int], memoryview], parents: ParentsInFlight) -> None:
         self._tier, self._view, self._parents = tier, view, parents
         self.dirty: deque[int] = deque()
-        self.submitted: set[int] = set()  # arena blocks that the writer has
+        self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
         self.bytes = TenantBytes()
         self._unsure: set[int] = set()  # those that may have gone to an environment that was set aside
 
@@ -62,7 +63,7 @@ class WriteQueue:
         """Give the writer the first dirty arena block, which has this record."""
         arena_block = self.dirty.popleft()
         self.bytes.add(record.tenant, self.file_bytes(arena_block))
-        self.submitted.add(arena_block)
+        self.submitted[arena_block] = record.block_id
         view = self._view(arena_block)
         self._tier.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
 
@@ -75,7 +76,11 @@ class WriteQueue:
         """The writer no longer has these."""
         for job in jobs:
             self.bytes.add(job.record.tenant, -self.file_bytes(job.handle))
-        self.submitted.difference_update(job.handle for job in jobs)
+            del self.submitted[job.handle]
+
+    def has_submitted(self, block_id: BlockId) -> bool:
+        """Whether the writer has this block."""
+        return block_id in self.submitted.values()
 
     def submit_touched(self, touched: dict[BlockId, float]) -> None:
         """Give the writer times of last use, which go along with the next transaction."""
@@ -83,7 +88,7 @@ class WriteQueue:
 
     def in_flight(self) -> set[int]:
         """Arena blocks that are dirty or that the writer has."""
-        return self.submitted.union(self.dirty)
+        return {*self.submitted, *self.dirty}
 
     @property
     def is_drained(self) -> bool:
@@ -101,7 +106,7 @@ class WriteQueue:
 
     def doubt_submitted(self) -> None:
         """The environment was set aside: a write that succeeds may have gone there."""
-        self._unsure |= self.submitted
+        self._unsure |= self.submitted.keys()
 
     def is_doubtful(self, arena_block: int) -> bool:
         """Whether a write that succeeded may have gone elsewhere. Ask once for each."""
@@ -110,10 +115,50 @@ class WriteQueue:
         return is_so
 
 
+class MemoryTier(Protocol):
+    """What is above the disk: the CPU tier, or the buffers of a host. A handle names a block's memory.
+
+    parents_in_flight: of what is on its way.
+    """
+
+    @property
+    def parents_in_flight(self) -> ParentsInFlight: ...
+
+    def record(self, handle: int) -> BlockRecord | None: ...
+
+    def conversation(self, handle: int) -> Conversation | None: ...
+
+    def is_current(self, handle: int) -> bool:
+        """Whether its content can be found."""
+        ...
+
+    def release(self, handle: int) -> None: ...
+
+    def hold_all_but(self, handles: Collection[int]) -> Iterable[int]:
+        """Take a reference of each other block whose bytes are here, parents first."""
+        ...
+
+    def forget(self, block_id: BlockId) -> object:
+        """Give up a block. Holders keep its memory until they release it."""
+        ...
+
+    def is_needed(self, block_id: BlockId) -> bool:
+        """Whether somebody uses this block here, or a block that is here or in flight builds on it."""
+        ...
+
+    def absent_parents(self) -> list[BlockId]:
+        """Blocks that others here build on, and which are not here."""
+        ...
+
+    def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """These blocks, here or not, and all that builds on them here, parents before children."""
+        ...
+
+
 @dataclass(eq=False)
 class DiskSpace:
     _disk: DiskTier
-    _cpu: CpuTier
+    _cpu: MemoryTier
     _contents: DiskContents
     _stats: StoreStats
 
@@ -205,7 +250,7 @@ class WriteBack:
     """
 
     def __init__(
-        self, context: StoreContext, on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
+        self, context: StoreContext[MemoryTier], on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
@@ -316,8 +361,7 @@ class WriteBack:
                 continue
             self._stats.written += 1
             self.contents.written(record, stored.num_bytes, self._cpu.conversation(arena_block))
-            newest = self._cpu.arena_block_of(record.block_id)
-            if not self._cpu.is_current(arena_block) and newest not in self.queue.submitted:
+            if not self._cpu.is_current(arena_block) and not self.queue.has_submitted(record.block_id):
                 self.space.delete_written(record.block_id)  # deleted while it was being written, and no newer copy is
             self.queue.remove(record)
             self._cpu.release(arena_block)
@@ -355,12 +399,9 @@ class WriteBack:
         self.health.succeeded()
         self.space.begin_anew()
         self.queue.doubt_submitted()
-        known = self.queue.submitted.union(self.queue.dirty)
-        # Parents first: if this stops half-way, no block is without its parent.
-        for one in map(self._cpu.arena_block_of, self._cpu.with_descendants(self._cpu.absent_parents())):
-            if one is not None and self._cpu.state(one) is ArenaBlockState.READY and one not in known:
-                self._cpu.acquire(one)
-                self.add_dirty(one)
+        known = self.queue.in_flight()
+        for one in self._cpu.hold_all_but(known):  # parents first: if this stops half-way, none lacks its parent
+            self.add_dirty(one)
         return True
 
     # -- looking after -----------------------------------------------------------------------------------------------

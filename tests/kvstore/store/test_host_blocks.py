@@ -40,13 +40,13 @@ def test_when_the_last_request_ends_its_writes_wait_for_no_others(names_and_stor
         assert store.write(names.record(key, None, 0, time.time()), memoryview(payload(key)), name)
     for name in keys:
         store.poll()
-        assert not store.tickets.collect()
+        assert not store.collect()
         store.end_request(name, names.ids(keys[name]))
     ended = []
 
     def have_ended() -> bool:
         store.poll()
-        ended.extend(store.tickets.collect())
+        ended.extend(store.collect())
         return len(ended) == 2
 
     wait_until(have_ended)
