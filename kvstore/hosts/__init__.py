@@ -1,13 +1,13 @@
 """The store as a tier of engines that people already run. A module with a host's name imports that host, which loads
 the module by its name.
 
+- `jobs`: what a host reads or writes together, from and into its memory
 - `model_folder`: where a model's files lie on this machine
 - `rates`: load or compute, for hosts that tell little
 - `read_ahead`: sessions whose histories are read while their requests wait; a file that keeps what a process has
   learned
 - `sglang`: `KVStoreBackend`, the storage below SGLang's hierarchical cache
 - `sglang_pages`: pages of SGLang's host pools as blocks
-- `transfers`: jobs of many blocks between a host's memory and a store
 - `vllm`: `KVStoreTier`, a secondary tier of vLLM's tiered offloading, and the connector that shows it the configuration
 - `vllm_cpu`: the same offloading on vLLM's CPU backend
 - `vllm_identity`: what vLLM's KV depends on beside its keys, and settings that hurt

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.hosts.waiting import HostBlock
+from kvstore.hosts.jobs import HostBlock
 
 _FACTS = (  # attributes of a pool that determine the bytes of its pages
     "dtype", "layout", "page_size", "size_per_token", "layer_num", "head_num", "head_dim", "kv_cache_dim",

@@ -35,9 +35,9 @@ from kvstore.block_store import BlockStore, check_block_bytes
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError, StoreLockedError
 from kvstore.hosts import vllm_identity
+from kvstore.hosts.jobs import HostBlock, HostJob, HostJobs
 from kvstore.hosts.rates import LoadOrCompute
 from kvstore.hosts.read_ahead import ReadAhead
-from kvstore.hosts.transfers import RowTransfers, RowWrite
 from kvstore.hosts.vllm_keys import RequestKeys, chain_of, end_of
 from kvstore.hosts.vllm_memory import remove_left_memory
 from kvstore.hosts.vllm_metrics import METRICS, TierCounts
@@ -45,6 +45,7 @@ from kvstore.hosts.wishes import Wishes, read_wishes
 
 logger = init_logger("vllm.kvstore")
 DRAIN_STEP_S = 0.001
+MAX_FAILED = 1 << 16  # keys that are remembered
 LOADS = ("auto", "always")
 
 
@@ -93,7 +94,9 @@ class KVStoreTier(SecondaryTierManager):
             for group in offloading_spec.config.groups
         }
         self._store = _open_store(offloading_spec, folder, disk, policy, identity, self.block_size_bytes)
-        self._transfers = RowTransfers(self._store, primary_kv_view.cast("B"), self.block_size_bytes)
+        self._jobs = HostJobs(self._store)
+        self._rows = primary_kv_view.cast("B")
+        self._failed: dict[bytes, None] = {}  # could not be read, in this order, and were not written since
         self._ahead = ReadAhead(self._store, folder)
         self._rates = LoadOrCompute(self.block_size_bytes, min(self._tokens.values()), always=load == "always")
         self._counts = TierCounts(self._store)
@@ -104,13 +107,13 @@ class KVStoreTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         asked = self._of(req_context)
         self._tell_of(asked)
-        if key in self._transfers.failed or not self._store.lookup((key,))[0]:
+        if key in self._failed or not self._store.lookup((key,))[0]:
             return LookupResult.MISS
         end = end_of(key, req_context)
         begin = end - self._tokens_of(key)
         if asked.first is None:
             asked.first = begin
-        if self._rates.should_load(end - asked.first, self._transfers.num_reading, begin == asked.first):
+        if self._rates.should_load(end - asked.first, self._jobs.num_reading, begin == asked.first):
             return LookupResult.HIT
         self._counts.recomputed += 1
         return LookupResult.MISS
@@ -123,10 +126,11 @@ class KVStoreTier(SecondaryTierManager):
             self._rates.computed(num_tokens, time.perf_counter() - asked.scheduled_s)
             asked.scheduled_s = None  # later blocks are decoded
         rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        self._transfers.write(job_metadata.job_id, self._in_order(rows, asked), asked.name)
+        self._jobs.write(job_metadata.job_id, self._in_order(rows, asked), asked.name)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._transfers.read(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+        rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
+        self._jobs.read(job_metadata.job_id, [HostBlock(key, None, 0, self._row(row)) for key, row in rows])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
@@ -134,18 +138,34 @@ class KVStoreTier(SecondaryTierManager):
         return results
 
     def _collect(self) -> None:
-        for job in self._transfers.collect():
+        for job in self._jobs.collect():
             if job.is_load:
                 self._rates.read(job.num_bytes, job.seconds)
-            self._counts.ended(job)
-            loaded = job.loaded if job.is_load and not job.ok else None
-            self._results.append(JobResult(job.job_id, job.ok, loaded, job.seconds, job.num_bytes))
+            self._note_failures(job)
+            is_whole = all(job.ok)
+            self._counts.ended(job.is_load, is_whole)
+            loaded = None
+            if job.is_load and not is_whole:
+                loaded = tuple(key for key, ok in zip(job.keys, job.ok, strict=True) if ok)
+            self._results.append(JobResult(job.job_id, is_whole, loaded, job.seconds, job.num_bytes))
 
-    def _in_order(self, rows: dict[OffloadKey, int], asked: _Asked) -> list[RowWrite]:
+    def _note_failures(self, job: HostJob) -> None:
+        for key, ok in zip(job.keys, job.ok, strict=True):
+            if ok and not job.is_load:
+                self._failed.pop(key, None)  # the next read shows whether it is sound
+            elif not ok and job.is_load:
+                self._failed[key] = None
+        while len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def _in_order(self, rows: dict[OffloadKey, int], asked: _Asked) -> list[HostBlock]:
         return [
-            RowWrite(key, parent, max(0, end_of(key, asked.context) - self._tokens_of(key)), rows[key])
+            HostBlock(key, parent, max(0, end_of(key, asked.context) - self._tokens_of(key)), self._row(rows[key]))
             for key, parent in asked.keys.before(rows).items()
         ]
+
+    def _row(self, row: int) -> memoryview:
+        return self._rows[row * self.block_size_bytes : (row + 1) * self.block_size_bytes]
 
     def _tokens_of(self, key: OffloadKey) -> int:
         return self._tokens[get_offload_group_idx(key)]
@@ -189,9 +209,10 @@ class KVStoreTier(SecondaryTierManager):
     def _forget(self, context: ReqContext, session: str | None) -> None:
         if session is not None:
             self._ahead.forget(session)
-        for group in self._tokens:
-            chain = chain_of(context, group)
-            self._transfers.forget(chain)
+        chains = [chain_of(context, group) for group in self._tokens]
+        unwanted = frozenset(key for chain in chains for key in chain)
+        self._jobs.give_up(lambda job, key: key in unwanted)
+        for chain in chains:
             self._store.forget(chain)
 
     def _of(self, context: ReqContext) -> _Asked:
@@ -223,15 +244,16 @@ class KVStoreTier(SecondaryTierManager):
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def drain_jobs(self) -> None:
-        while not self._transfers.is_idle:
+        while not self._jobs.is_idle:
             self._collect()
             time.sleep(DRAIN_STEP_S)
         self._collect()
 
     def shutdown(self) -> None:
         self._ahead.close()
+        self._jobs.give_up(lambda job, key: True)  # the memory cannot be unmapped while there is a view of it
         self._store.close()
-        self._transfers.release()
+        self._rows.release()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:

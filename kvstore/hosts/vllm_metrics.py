@@ -8,7 +8,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
 from kvstore.block_store import BlockStore
-from kvstore.hosts.transfers import JobDone
 
 GAUGES_EVERY_S = 5.0
 BYTES, BLOCKS, CAPACITY = "vllm:kvstore_disk_bytes", "vllm:kvstore_disk_blocks", "vllm:kvstore_disk_capacity_bytes"
@@ -35,9 +34,9 @@ class TierCounts:
         self._gauges_at = 0.0
         self.recomputed = 0
 
-    def ended(self, job: JobDone) -> None:
-        if not job.ok:
-            self._failed[FAILED_LOADS if job.is_load else FAILED_STORES] += 1
+    def ended(self, is_load: bool, ok: bool) -> None:
+        """A job has ended."""
+        self._failed[FAILED_LOADS if is_load else FAILED_STORES] += not ok
 
     def stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call. vLLM asks at every step."""

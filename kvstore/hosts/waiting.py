@@ -10,23 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from kvstore.block_store import BlockStore
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import StoreError
+from kvstore.hosts.jobs import HostBlock, HostJob, HostJobs
 
 logger = logging.getLogger(__name__)
 STEP_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class HostBlock:
-    """parent: the key before it; position: that of its first token. Only writes use these two."""
-
-    key: bytes
-    parent: bytes | None
-    position: int
-    memory: memoryview
 
 
 class WaitingStore:
@@ -38,12 +28,10 @@ class WaitingStore:
     """
 
     def __init__(self, store: BlockStore, timeout_s: float) -> None:
-        self._store = store
-        self._timeout_s = timeout_s
+        self._store, self._timeout_s = store, timeout_s
         self._lock = threading.Lock()
-        self._ended: dict[int, bool] = {}  # by ticket, until its caller has seen it
-        self._num_open = 0
-        self._num_late = 0
+        self._jobs = HostJobs(store)
+        self._num_jobs = self._num_late = 0
 
     @property
     def is_late(self) -> bool:
@@ -56,54 +44,32 @@ class WaitingStore:
         return [False] * len(keys)
 
     def write(self, blocks: Sequence[HostBlock]) -> list[bool]:
-        """For each block, whether it is durable. They are begun in order, up to the first that is refused."""
-        return self._run(blocks, self._write_when_it_may)
+        """For each block, whether it is durable."""
+        return self._run(self._jobs.write, blocks)
 
     def read(self, blocks: Sequence[HostBlock]) -> list[bool]:
         """For each block, whether its memory has what was stored; otherwise it may hold anything."""
-        read = self._run(blocks, lambda block, until: self._begin(self._store.read_into, block.key, block.memory)[0])
+        read = self._run(self._jobs.read, blocks)
         with suppress(StoreError):
             self._store.touch([block.key for block, ok in zip(blocks, read, strict=True) if ok])
         return read
 
-    def _write_when_it_may(self, block: HostBlock, until: float) -> int | None:
-        """The ticket. None if the write is refused, and waiting for others would not help or has not helped."""
-        while True:
-            ticket, num_open = self._begin(self._store.write, block.key, block.parent, block.position, block.memory)
-            if ticket is not None or not num_open or self._store.is_degraded or time.monotonic() > until:
-                return ticket
-            self._collect()
-            time.sleep(STEP_S)
-
-    def _begin(self, what: Callable[..., int | None], *block: object) -> tuple[int | None, int]:
-        """The ticket, and how many others had not ended before."""
-        with self._lock:
-            num_open, ticket = self._num_open, what(*block)
-            self._num_open += ticket is not None
-        return ticket, num_open
-
-    def _run(self, blocks: Sequence[HostBlock], begin: Callable[[HostBlock, float], int | None]) -> list[bool]:
-        until = time.monotonic() + self._timeout_s
-        tickets: list[int] = []
-        ended: list[bool] = []
-        try:
-            for block in blocks:
-                ticket = None if self.is_late else begin(block, until)
-                if ticket is None:
-                    break
-                tickets.append(ticket)
-        except ConfigError as error:
-            logger.warning("not stored: %s", error)
-        except StoreError:
-            pass  # closed
+    def _run(
+        self, begin: Callable[[int, Sequence[HostBlock]], HostJob], blocks: Sequence[HostBlock]
+    ) -> list[bool]:  # fmt: skip
+        job = None
         with suppress(StoreError):  # the store was closed, which gave the memory back
-            ended = self._wait(tickets, until)
-        return ended + [False] * (len(blocks) - len(ended))
+            if not self.is_late:
+                with self._lock:
+                    self._num_jobs += 1
+                    job = begin(self._num_jobs, blocks)
+                self._wait(job)
+        return [False] * len(blocks) if job is None else job.ok
 
-    def _wait(self, tickets: list[int], until: float) -> list[bool]:
-        is_late = False
+    def _wait(self, job: HostJob) -> None:
+        until, is_late = time.monotonic() + self._timeout_s, False
         try:
-            while not self._collect(tickets):
+            while not self._has_ended(job):
                 if not is_late and time.monotonic() > until:
                     is_late = True
                     self._count_late(1)
@@ -112,16 +78,13 @@ class WaitingStore:
         finally:
             if is_late:
                 self._count_late(-1)
-        with self._lock:
-            return [self._ended.pop(ticket) for ticket in tickets]
 
-    def _collect(self, tickets: Sequence[int] = ()) -> bool:
-        """Collect what has ended. Returns whether all of these have."""
+    def _has_ended(self, job: HostJob) -> bool:
         with self._lock:
-            for done in self._store.poll():
-                self._ended[done.ticket] = done.ok
-                self._num_open -= 1
-            return all(ticket in self._ended for ticket in tickets)
+            if self.is_late:
+                self._jobs.give_up(lambda other, key: other is job)
+            self._jobs.collect()
+            return not job.num_open
 
     def _count_late(self, change: int) -> None:
         with self._lock:

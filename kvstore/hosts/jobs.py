@@ -1,0 +1,134 @@
+"""A host's jobs: blocks that are read or written together, from and into the host's memory.
+
+Knows no host: a job is a number.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.block_store import BlockStore
+from kvstore.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """parent: the key before it; position: that of its first token. Only writes use these two."""
+
+    key: bytes
+    parent: bytes | None
+    position: int
+    memory: memoryview
+
+
+@dataclass(slots=True, eq=False)
+class HostJob:
+    """ok: of each block whether a write is durable, or the memory has what was stored; False until it has ended.
+    num_bytes: how many were moved. seconds: it took, once all of it has ended.
+    """
+
+    job_id: int
+    is_load: bool
+    keys: list[bytes]
+    conversation: str | None = None
+    ok: list[bool] = field(default_factory=list)
+    refused: set[bytes] = field(default_factory=set)  # keys of what was not begun
+    num_open: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.ok, self.num_open = [False] * len(self.keys), len(self.keys)
+
+
+class HostJobs:
+    """Not for several threads. If the store refuses a write because too many are waiting, `collect` tries it again: the
+    host keeps the memory until its job has ended. What builds on a block that was refused for good is not written.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._open: dict[int, tuple[HostJob, int]] = {}  # by ticket, with the block's place in the job
+        self._waiting: deque[tuple[HostJob, int, HostBlock]] = deque()
+        self._ended: list[HostJob] = []
+        self.num_reading = 0
+
+    def write(self, job_id: int, blocks: Sequence[HostBlock], conversation: str | None = None) -> HostJob:
+        """Write these blocks, each after those that it builds on."""
+        job = HostJob(job_id, False, [block.key for block in blocks], conversation)
+        self._waiting.extend((job, place, block) for place, block in enumerate(blocks))
+        self._end_if_done(job)
+        self._write_waiting()
+        return job
+
+    def read(self, job_id: int, blocks: Sequence[HostBlock]) -> HostJob:
+        """Read these blocks into their memory."""
+        job = HostJob(job_id, True, [block.key for block in blocks])
+        self._end_if_done(job)
+        for place, block in enumerate(blocks):
+            self._open[self._store.read_into(block.key, block.memory)] = (job, place)
+            self.num_reading += 1
+        return job
+
+    def collect(self) -> list[HostJob]:
+        """The jobs that have ended since the last call."""
+        for done in self._store.poll():
+            job, place = self._open.pop(done.ticket)
+            job.num_bytes += done.num_bytes
+            self.num_reading -= job.is_load
+            self._block_ended(job, place, done.ok)
+        self._write_waiting()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def give_up(self, is_unwanted: Callable[[HostJob, bytes], bool]) -> None:
+        """Give up writes that have not begun, of these jobs and keys."""
+        waiting, self._waiting = self._waiting, deque()
+        for job, place, block in waiting:
+            if is_unwanted(job, block.key):
+                self._block_ended(job, place, False)
+            else:
+                self._waiting.append((job, place, block))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is reading or writing the host's memory."""
+        return not self._open and not self._waiting
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            job, place, block = self._waiting[0]
+            ticket, may_wait = None, block.parent not in job.refused
+            try:
+                if may_wait:
+                    ticket = self._store.write(
+                        block.key, block.parent, block.position, block.memory, conversation=job.conversation
+                    )
+            except ConfigError as error:
+                logger.warning("not stored: %s", error)
+                may_wait = False
+            if ticket is not None:
+                self._open[ticket] = (job, place)
+            elif may_wait and len(self._open) > self.num_reading and not self._store.is_degraded:
+                return  # too many are waiting: tried again as soon as something has ended
+            else:
+                job.refused.add(block.key)
+                self._block_ended(job, place, False)
+            self._waiting.popleft()
+
+    def _block_ended(self, job: HostJob, place: int, ok: bool) -> None:
+        job.ok[place] = ok
+        job.num_open -= 1
+        self._end_if_done(job)
+
+    def _end_if_done(self, job: HostJob) -> None:
+        if not job.num_open:
+            job.seconds = time.perf_counter() - job.started
+            self._ended.append(job)
