@@ -1,6 +1,7 @@
 """The store as a tier of engines that people already run. A module with a host's name imports that host, which loads
 the module by its name.
 
+- `fields`: what is read of a host's objects, none of it optional
 - `jobs`: what a host reads or writes together, from and into its memory
 - `model_folder`: where a model's files lie on this machine
 - `rates`: load or compute, for hosts that tell little

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvstore.block_store import BlockStore
 from kvstore.disk.weights import weights_digest
 from kvstore.errors import ConfigError, ModelError, StoreError, StoreLockedError
+from kvstore.hosts.fields import field
 from kvstore.hosts.model_folder import model_folder
 from kvstore.hosts.sglang_pages import PoolPages, memory_of
 from kvstore.hosts.waiting import WaitingStore
@@ -230,13 +231,18 @@ def _namespace(config: HiCacheStorageConfig, extra: dict[str, Any], cache: Path)
         "format": FORMAT,
         "sglang": _version(),
         "model": {"identity": extra["identity"]} if "identity" in extra else _model(config, extra, arguments, cache),
-        "arguments": {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS},
+        "arguments": {name: str(_argument(arguments, name)) for name in _ARGUMENTS},
         "config": {
             name: value for name, value in asdict(config).items()
             if name not in ("extra_config", "enable_storage_metrics", "model_name", "dp_rank")
         },
     }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
+
+
+def _argument(arguments: Any, name: str) -> Any:
+    """arguments: those of SGLang's server; None where none runs."""
+    return None if arguments is None else field(arguments, name, "SGLang")
 
 
 def _version() -> str:
@@ -247,9 +253,9 @@ def _version() -> str:
 
 
 def _model(config: HiCacheStorageConfig, extra: dict[str, Any], arguments: Any, cache: Path) -> dict[str, str]:
-    name = str(extra.get("model") or getattr(arguments, "model_path", None) or config.model_name)
+    name = str(extra.get("model") or _argument(arguments, "model_path") or config.model_name)
     try:
-        folder = model_folder(name, getattr(arguments, "revision", None), getattr(arguments, "download_dir", None))
+        folder = model_folder(name, _argument(arguments, "revision"), _argument(arguments, "download_dir"))
         weights = weights_digest(folder, cache)
     except ModelError as error:
         raise ConfigError(f'{error}; give the weights\' folder as "model", or a text as "identity"') from error

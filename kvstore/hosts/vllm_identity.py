@@ -13,11 +13,13 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvstore.disk.weights import weights_digest
 from kvstore.errors import ConfigError, ModelError
+from kvstore.hosts.fields import field as host_field
 from kvstore.hosts.model_folder import model_folder
 
 FORMAT = "vllm 1"  # incremented when the meaning of a stored chunk changes
@@ -26,16 +28,7 @@ _CPU_FLAGS = ("amx_tile", "avx512f", "avx2")  # they decide how vLLM's CPU atten
 _SHAPE = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
-def field(of: Any, path: str) -> Any:
-    """What an object of vLLM's has there, by names with dots between. Raises ConfigError if it has no such field."""
-    for name in path.split("."):
-        if not hasattr(of, name):
-            raise ConfigError(
-                f"this vLLM has no {path} where kvstore looks for it: {type(of).__name__} has no field {name}; take a "
-                f"vLLM that docs/vllm.md names, or a kvstore that knows this one"
-            )
-        of = getattr(of, name)
-    return of
+field = partial(host_field, host="vLLM")
 
 
 def store_folder(config: Any) -> Path | None:

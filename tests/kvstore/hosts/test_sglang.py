@@ -2,8 +2,10 @@
 its package is, a stand-in where it is not; host pools are stand-ins.
 """
 
+import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +134,25 @@ def test_another_weights_file_under_the_same_name_finds_nothing(start, tmp_path)
         backend.close()
     with pytest.raises(ConfigError, match='"identity"'):
         start(identity=None, model=str(tmp_path / "nowhere"))
+
+
+def test_the_servers_arguments_belong_to_the_identity_and_none_is_optional(start, monkeypatch):
+    arguments = SimpleNamespace(
+        kv_cache_dtype="auto", dtype="bfloat16", quantization=None, json_model_override_args="{}",
+        model_path="a-model", revision=None, download_dir=None,
+    )  # fmt: skip
+    runtime = SimpleNamespace(get_server_args=lambda: arguments)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", runtime)
+    pages = pages_of("a", 2)
+    for quantization, hits in ((None, 0), ("fp8", 0), (None, 2)):
+        arguments.quantization = quantization
+        backend = start()
+        assert backend.batch_exists(pages) == hits
+        stored(backend, pages)
+        backend.close()
+    del arguments.kv_cache_dtype  # a version has renamed it
+    with pytest.raises(ConfigError, match="this SGLang has no kv_cache_dtype "):
+        start()
 
 
 def test_a_damaged_page_is_false_and_what_builds_on_it_is_gone(start, tmp_path):
