@@ -197,6 +197,30 @@ def test_what_is_being_written_is_forgotten_too(hosts):
     assert hosts().store.lookup(chain(1, 4)) == [False] * 4
 
 
+def test_what_is_written_again_after_it_was_forgotten_stays(hosts):
+    host, entered, go = hosts(), threading.Event(), threading.Event()
+    with before_each(DiskTier, "write", lambda: (entered.set(), go.wait(TIMEOUT_S))):
+        first = host.write(chain(1, 1))
+        entered.wait(TIMEOUT_S)
+        host.store.forget(chain(1, 1))
+        again = host.write(chain(1, 1))
+        go.set()
+    assert host.wait(again)[0].ok
+    assert host.wait(first) and host.store.flush() and host.has(chain(1, 1))
+
+
+def test_what_waits_to_be_written_is_evicted_by_hand_too(hosts, tmp_path):
+    host, entered, go = hosts(), threading.Event(), threading.Event()
+    with before_each(DiskTier, "write", lambda: (entered.set(), go.wait(TIMEOUT_S))):
+        host.write(chain(2, 1))
+        entered.wait(TIMEOUT_S)
+        tickets = host.write(chain(1, 4))
+        ask(tmp_path / "store", "evict", {"all": True}, TIMEOUT_S)
+        go.set()
+    assert not any(result.ok for result in host.wait(tickets))
+    assert host.store.flush() and not any(host.store.lookup([*chain(1, 4), *chain(2, 1)]))
+
+
 def test_all_that_was_stored_is_known_from_the_first_call(hosts):
     host = hosts()
     host.stored(chain(1, 8))
