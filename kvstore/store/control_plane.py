@@ -142,7 +142,8 @@ class KVStore:
 
     def __init__(
         self, context: StoreContext[CpuTier], planner: Planner, identity: Identity, io: TierWorker,
-        transfers: Transfers, copy: Callable[[Sequence[Piece]], None], disk: WriteBack | None, remote: RemoteSource | None = None,
+        transfers: Transfers, copy: Callable[[Sequence[Piece]], None], disk: WriteBack | None,
+        remote: RemoteSource | None = None,
     ) -> None:  # fmt: skip
         self.cpu, self.steering, self.stats = cpu, steering, stats = context.cpu, context.steering, context.stats
         self.remote: RemoteBlocks | None = None
