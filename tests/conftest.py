@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import forked
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started, and each would compile the product
@@ -48,7 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    forked.start_forker()
     gc.freeze()  # what was imported and collected stays: no collection of garbage need look at it
+
+
+def pytest_sessionfinish() -> None:
+    forked.end_forker()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,6 +89,14 @@ def own_logging() -> Iterator[None]:
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers[:], logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+@pytest.fixture
+def started_anew() -> Iterator[None]:
+    """What this test starts is started as for a user, not forked."""
+    forker, forked.Forked.forker = forked.Forked.forker, None
+    yield
+    forked.Forked.forker = forker
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -195,7 +195,7 @@ def begin(server: ServerProcess, session_id: str) -> Stream:
     return stream
 
 
-def test_one_of_two_engines_is_killed_while_both_answer(tmp_path):
+def test_one_of_two_engines_is_killed_while_both_answer(started_anew, tmp_path):
     store = tmp_path / "store"
     with launched(store, "--data-parallel-size", "2") as server:
         assert len(server.cores) == 2

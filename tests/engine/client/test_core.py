@@ -355,8 +355,9 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(own):
     assert len(chat.messages) == 6
 
 
-def test_nothing_of_the_configuration_is_in_the_list_of_processes(own):
-    shown = Path(f"/proc/{own.core.pid}/cmdline").read_bytes()
+def test_nothing_of_the_configuration_is_in_the_list_of_processes(started_anew, model):
+    with Engine(model, CacheTiers(hbm="2MiB"), device="cpu", process="own") as own:
+        shown = Path(f"/proc/{own.core.pid}/cmdline").read_bytes()
     assert shown.endswith(b"\0-m\0kvstore.engine.program\0the engine's process\0")
 
 

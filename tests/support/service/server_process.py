@@ -40,7 +40,7 @@ class ServerProcess:
     def cores(self) -> list[psutil.Process]:
         """The engines' processes that run."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "kvstore.engine.program" in child.cmdline()]
+        return [child for child in children if child.name() == "kvstore-core"]
 
     @property
     def core(self) -> psutil.Process | None:

@@ -54,7 +54,7 @@ def test_formats(server):
     assert reply.json()["message"]["content"] in ("yes", "no")
 
 
-def test_a_history_with_calls_hits_after_kill_9(tmp_path):
+def test_a_history_with_calls_hits_after_kill_9(started_anew, tmp_path):
     """Reordered keys, other white space; the whole history comes as text, from a client that has no session."""
     path, asked = "/v1/chat/completions", [{"role": "user", "content": "What is the weather in Rome? " * 4}]
     with launched(tmp_path / "store") as server:
