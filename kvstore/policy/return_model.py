@@ -9,6 +9,7 @@ Control plane, metadata only. Knows categories and ages of conversations; no tie
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable
@@ -170,8 +171,7 @@ class ReturnModel:
         The largest P(return within h) / E[time until return or h] over all h: hits per block and second, as in LHD
         (Beckmann et al., NSDI 2018), which is the gap's Gittins index.
         """
-        hazards, rows = np.unique(self.hazards(), axis=0, return_inverse=True)  # most are equal
-        return cast(Table, _density(hazards)[rows].tolist())
+        return _ranks(self.hazards()) if any(self._totals) else _ranks_of_nothing()
 
     def publish(self) -> None:
         """Make ranks of what was counted so far. Takes milliseconds, so not for every event."""
@@ -179,12 +179,7 @@ class ReturnModel:
 
     def hazards(self) -> Array:
         """[category, bucket]; what counted nothing has the estimate of its group."""
-        counts = np.array((self._returns, self._passes))
-        by_group = np.add.reduceat(counts, np.unique(_GROUP_OF, return_index=True)[1], axis=1)
-        by_kind = np.add.reduceat(by_group, np.unique(_KIND_OF_GROUP, return_index=True)[1], axis=1)
-        of_kind = _shrunk(by_kind, _shrunk(by_kind.sum(axis=1), _PRIOR))
-        of_group = _shrunk(by_group, of_kind[_KIND_OF_GROUP])
-        return _shrunk(counts, of_group[_GROUP_OF], _STRENGTH_OF_GROUP)
+        return _hazards(np.array((self._returns, self._passes)))
 
     def to_dict(self) -> dict[str, Any]:
         """What was counted, for JSON: the categories with something in them."""
@@ -211,6 +206,25 @@ class ReturnModel:
             model._totals[category] = sum(counted.returns) + sum(counted.passes)
         model.publish()
         return model
+
+
+def _hazards(counts: Array) -> Array:
+    by_group = np.add.reduceat(counts, np.unique(_GROUP_OF, return_index=True)[1], axis=1)
+    by_kind = np.add.reduceat(by_group, np.unique(_KIND_OF_GROUP, return_index=True)[1], axis=1)
+    of_kind = _shrunk(by_kind, _shrunk(by_kind.sum(axis=1), _PRIOR))
+    of_group = _shrunk(by_group, of_kind[_KIND_OF_GROUP])
+    return _shrunk(counts, of_group[_GROUP_OF], _STRENGTH_OF_GROUP)
+
+
+def _ranks(hazards: Array) -> Table:
+    different, rows = np.unique(hazards, axis=0, return_inverse=True)  # most are equal
+    return cast(Table, _density(different)[rows].tolist())
+
+
+@functools.cache
+def _ranks_of_nothing() -> Table:
+    """While nothing was counted; of every store that is opened."""
+    return _ranks(_hazards(np.zeros((2, NUM_CATEGORIES, NUM_BUCKETS))))
 
 
 def _shrunk(counts: Array, towards: Array, strength: float = _STRENGTH) -> Array:
