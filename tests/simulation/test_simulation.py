@@ -239,13 +239,13 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (parent_evicted_before_its_child, "plain", "a parent is evicted before its child"),
     (parent_deleted_below_a_dirty_child, "tiny-disk", "lost its parent"),
     (failed_load_that_nobody_is_told_of, "bad-transfers", "another history|is not what its id says"),
-    (read_that_is_lost_with_its_rank, "queue", "nothing was scheduled for"),
+    (read_that_is_lost_with_its_rank, "slow-disk", "work in flight for ever"),
     (corrupt_block_that_is_served, "bad-disk", "does not hold what its record says"),
     (deletion_that_leaves_the_bytes, "plain", "still holds what was deleted"),
     (waiting_requests_that_do_not_count, "queue", "evicted is what is worth"),
     (cached_tokens_counted_again, "queue", "usage says"),
     (request_that_keeps_its_arena_blocks, "queue", "arena blocks are held while nothing runs"),
-    (choices_that_keep_a_splice, "plain", "another history"),
+    (choices_that_keep_a_splice, "bad-disk", "another history"),
     (quarantine_that_keeps_orphans, "bad-disk", "lost its parent"),
 ]
 

@@ -230,18 +230,18 @@ def test_hostile_tags_give_the_same_events_however_they_are_cut(name, words, cha
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_30_000_hostile_characters_are_parsed_to_the_end(name):
+def test_10_000_hostile_characters_are_parsed_to_the_end(name):
     """That they end within a moment is measured by hand; here they end at all, and no text is lost."""
     template = family(name)
     syntax = template.calls
     begin = (syntax.opener + syntax.begin).replace("{name}", "f")
     chance = random.Random(0)
     for text in (
-        (begin * 30000)[:30000],
-        begin + " " * 30000,
-        (syntax.opener + syntax.begin).partition("{name}")[0] + "x" * 30000,
-        begin + (syntax.parameter.partition("{value}")[0] or "[") * 3000 + syntax.end,
-        "".join(chance.choices(HOSTILE, k=6000)),
+        (begin * 10000)[:10000],
+        begin + " " * 10000,
+        (syntax.opener + syntax.begin).partition("{name}")[0] + "x" * 10000,
+        begin + (syntax.parameter.partition("{value}")[0] or "[") * 1000 + syntax.end,
+        "".join(chance.choices(HOSTILE, k=2000)),
     ):
         assert parsed(template, text, range(1, len(text))) == parsed(template, text)
 
