@@ -69,6 +69,9 @@ ARCHITECTURES_WITH_STATES: dict[str, dict] = {
         "hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid", "mamba"],
     },
 }  # fmt: skip
+REFUSED = {
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+}
 
 _EYE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 _QWEN_EYE = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -92,7 +95,7 @@ SEEING: dict[str, tuple[dict, dict]] = {
 def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object):
     """A random model of an architecture in `ARCHITECTURES`, or of any `<Name>Config` with a causal LM."""
     suffix = "TextConfig" if name == "Gemma3" else "Config"
-    own = (ARCHITECTURES | ARCHITECTURES_WITH_STATES).get(name, {})
+    own = (ARCHITECTURES | ARCHITECTURES_WITH_STATES | REFUSED).get(name, {})
     config = getattr(transformers, name + suffix)(**{**BASE, **own, **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
