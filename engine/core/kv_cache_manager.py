@@ -122,10 +122,8 @@ class KVCacheManager:
 
     def next_checkpoint(self, request: Request, num_before: int) -> int | None:
         """The first of the borders behind `num_before` tokens where a checkpoint of its prompt is wanted: where the
-        first turn begins, and before the last token. None if no more is, or the model has no states.
+        first turn begins, and before the last token. None if no more is. For a model with states.
         """
-        if self.states is None:
-            return None
         ends = [*request.turn_starts[:1], request.num_tokens - 1]
         borders = [end // self.block_size * self.block_size for end in ends]
         return min((border for border in borders if border > num_before), default=None)
@@ -322,11 +320,15 @@ class RequestBlocks:
     def num_to_compute(self, request: Request, num_before: int, most: int) -> int:
         """Tokens to compute up to its last one, to where it asks again, or to where a checkpoint is wanted."""
         end = request.num_tokens if request.ask_at is None else request.ask_at
-        checkpoint = self.manager.next_checkpoint(request, num_before)
-        return min(end - num_before, most, *([] if checkpoint is None else [checkpoint - num_before]))
+        if self.manager.states is not None:
+            end = min(end, self.manager.next_checkpoint(request, num_before) or end)
+        return min(end - num_before, most)
 
     def scheduled(self, request: Request, num_tokens: int) -> None:
-        """A step computes its next `num_tokens` tokens. Keep a copy of its state if that is wanted where they end."""
+        """A step computes its next `num_tokens` tokens. Keep a copy of its state if that is wanted where they end.
+
+        For a model with states.
+        """
         states, end = self.manager.states, request.num_computed_tokens + num_tokens
         if states is None or request.state is None or end % self.manager.block_size:
             return

@@ -352,7 +352,8 @@ class Scheduler:
         return tenant if self.num_running + num_kept < self.config.max_num_seqs else None
 
     def _scheduled(self, request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
-        self.blocks.scheduled(request, num_tokens)
+        if self.manager.states is not None:
+            self.blocks.scheduled(request, num_tokens)
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         num_samples = 1 + len(request.children) if end == request.num_tokens else 0
         request.num_computed_tokens = end
