@@ -24,6 +24,7 @@ def chat_until_killed(model: str, store: str, log: str, seed: int) -> None:
     """Turns of three sessions in random order, now and then truncated, flushed, evicted or forked."""
     rng = random.Random(seed)
     number = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(number, b"\n")  # the child before may have been killed within a line
     engine = open_engine(model, Path(store), hbm=40 * 12288, cpu=60 * 12288, disk="4MiB")
     chats = {name: engine.chat(name, system=f"You are {name}.") for name in SESSIONS}
     print("ready", flush=True)
