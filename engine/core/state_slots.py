@@ -41,7 +41,6 @@ class StateSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.num_evicted = 0
         self.reset()
 
     def reset(self) -> None:
@@ -51,10 +50,6 @@ class StateSlots:
         self._stale: set[int] = set()  # not overwritten since somebody had them
         self._before: list[Copy] = []
         self._after: list[Copy] = []
-
-    @property
-    def num_checkpoints(self) -> int:
-        return len(self._checkpoints)
 
     def has(self, block_id: BlockId) -> bool:
         return block_id in self._checkpoints
@@ -93,7 +88,7 @@ class StateSlots:
             state.kept.remove((end, slot))
             block_id = chain[end // size - 1]
             if self.has(block_id):
-                self._give_back(slot)
+                self._free.append(slot)
             else:
                 self._checkpoints[block_id] = slot
             if is_answer:
@@ -103,19 +98,13 @@ class StateSlots:
 
     def end(self, state: RequestState) -> None:
         """A request leaves its slot, and copies of it that are no checkpoints yet."""
-        for slot in (state.slot, *(slot for _, slot in state.kept)):
-            self._give_back(slot)
+        self._free += (state.slot, *(slot for _, slot in state.kept))
 
-    def forget(self, block_ids: Iterable[BlockId]) -> int:
-        """Forget the checkpoints behind these blocks. Returns how many there were."""
-        slots = [slot for block_id in block_ids if (slot := self._checkpoints.pop(block_id, None)) is not None]
-        for slot in slots:
-            self._give_back(slot)
-        return len(slots)
-
-    def forget_all(self) -> int:
-        """Forget all checkpoints. Returns how many there were."""
-        return self.forget(list(self._checkpoints))
+    def forget(self, block_ids: Iterable[BlockId]) -> None:
+        """Forget the checkpoints behind these blocks."""
+        for block_id in block_ids:
+            if (slot := self._checkpoints.pop(block_id, None)) is not None:
+                self._free.append(slot)
 
     def take_stale(self) -> list[int]:
         """The free slots that somebody had since the last call."""
@@ -140,11 +129,7 @@ class StateSlots:
             slot = self._free.pop()
         elif self._checkpoints:
             slot = self._checkpoints.popitem(last=False)[1]
-            self.num_evicted += 1
         else:
             return None
         self._stale.add(slot)
         return slot
-
-    def _give_back(self, slot: int) -> None:
-        self._free.append(slot)

@@ -104,7 +104,7 @@ def test_an_evicted_checkpoint_is_named(saved_model):
     with opened(saved_model("Qwen3_5Text", tokenizer=True)) as engine:
         chat = engine.chat("red")
         chat.send("My name is Ada, and I live in Turin.", greedy(20))
-        engine.loop.call(engine.loop.scheduler.manager.states.forget_all)
+        engine.loop.call(engine.loop.scheduler.manager.states.forget, chat.window.chain)
         usage = chat.send("What is my name?", greedy(4)).usage
         assert usage.cached_tokens == 0
         assert usage.miss is not None and usage.miss.cause == "no_checkpoint"
