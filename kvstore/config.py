@@ -326,11 +326,16 @@ class CacheTiers:
             given, least = format_size(int(self.disk)), format_size(LEAST_DISK_BYTES)
             raise ConfigError("disk", given, f"give at least {least}, or 0 to keep nothing there")
 
-    def check_room(self, block_bytes: int) -> None:
-        """Raises ConfigError when a tier has no room for blocks of this size."""
+    def check_room(self, block_bytes: int, num_state_blocks: int = 0) -> None:
+        """Raises ConfigError when a tier has no room for blocks of this size. num_state_blocks: below HBM there must be
+        room for two states, of so many blocks.
+        """
         for name, least in LEAST_BLOCKS.items():
-            size = getattr(self, name)
+            size, needed = getattr(self, name), f"one block of this model needs {format_size(block_bytes)}"
+            if num_state_blocks and name != "hbm":
+                least = max(least, 2 * (num_state_blocks + 1))
+                needed = f"one state of this model needs {format_size(num_state_blocks * block_bytes)}"
             if size not in (0, "auto") and size < least * block_bytes:
                 off = "" if name == "hbm" else ", or 0 to switch the tier off"
-                value = f"{format_size(size)}, but one block of this model needs {format_size(block_bytes)}"
+                value = f"{format_size(size)}, but {needed}"
                 raise ConfigError(name, value, f"give {format_size(least * block_bytes)} or more{off}")

@@ -58,9 +58,13 @@ class KVConnector(Protocol):
         return Match(Lookup.MISS)
 
     def update_state_after_alloc(
-        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
-    ) -> None:
-        """HBM blocks were allocated for a hit of `num_external_tokens`; they go into the next plan."""
+        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int,
+        slot: int | None = None,
+    ) -> None:  # fmt: skip
+        """HBM blocks were allocated for a hit of `num_external_tokens`; they go into the next plan.
+
+        slot: where the state behind them goes, if the model keeps states.
+        """
         return
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
@@ -76,11 +80,13 @@ class KVConnector(Protocol):
         answer: Answer | None = None,
         new_ids: Sequence[BlockId] = (),
         new_tokens: Sequence[int] = (),
+        states: Sequence[tuple[int, int]] = (),
     ) -> None:
         """The request ended, was aborted or preempted; its HBM blocks are about to be released.
 
         answer: its length and end, from which returns are learned. new_ids, new_tokens: see `StepSpan`, but to its very
-        end.
+        end. states: to be saved, each behind so many of its tokens and in this slot, which nobody changes before the
+        next step.
         """
 
     def take_num_saved(self, request_id: str) -> int:
@@ -94,8 +100,13 @@ class KVConnector(Protocol):
         ...
 
     # -- worker side -----------------------------------------------------------------------------------------------
-    def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]. Called once."""
+    def register_kv_caches(
+        self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None
+    ) -> None:
+        """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]. Called once.
+
+        states: of a model that keeps some, [num_slots, num_bytes] uint8.
+        """
         return
 
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
@@ -231,6 +242,7 @@ class NullConnector(KVConnector):
         answer: Answer | None = None,
         new_ids: Sequence[BlockId] = (),
         new_tokens: Sequence[int] = (),
+        states: Sequence[tuple[int, int]] = (),
     ) -> None:
         conversation, chain = self._requests.pop(request_id, (None, []))
         if conversation is not None:

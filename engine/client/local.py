@@ -23,7 +23,6 @@ from kvstore.blocks.holdings import Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
-from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.opening import OpeningDisk
@@ -205,8 +204,6 @@ class LocalCore:
             self.tokenizer = loaded.tokenizer
             self._eos_token_ids = loaded.eos_token_ids
             self._events = open_events(config, loaded.name)
-            if model.spec.state is not None:
-                disk, config = _without_tiers(disk, config)
             held.pop_all()
         self.compiler = GrammarCompiler(loaded.tokenizer, loaded.eos_token_ids, model.spec.vocab_size)
         opened.callback(self.compiler.close)
@@ -374,15 +371,6 @@ class LocalCore:
 
 
 # -- the tiers below HBM -----------------------------------------------------------------------------------------------
-def _without_tiers(disk: OpeningDisk | None, config: EngineConfig) -> tuple[None, EngineConfig]:
-    """What a model with states is opened with: the tiers below HBM keep KV alone, which does not help."""
-    if disk is not None:
-        disk.close()
-    if config.tiers.cpu or config.tiers.disk:
-        LOGGER.warning("the model keeps states beside its KV: they are cached in HBM alone, and not after a restart")
-    return None, replace(config, tiers=CacheTiers(config.tiers.hbm))
-
-
 def open_store(
     config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, disk: OpeningDisk | None,
     others: OtherRanks | None = None,

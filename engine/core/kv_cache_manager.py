@@ -64,18 +64,25 @@ class KVCacheManager:
             if block is None:
                 break
             hits.append(block)
+        return self.up_to_checkpoint(request, hits)
+
+    def up_to_checkpoint(self, request: Request, hits: list[int]) -> list[int]:
+        """Of its first blocks those behind which it can begin: all of them, unless the model keeps states."""
         while hits and self.states is not None and not self.states.has(request.chain[len(hits) - 1]):
             hits.pop()
         return hits
 
-    def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int) -> bool:
-        """Give a request that holds nothing its hit blocks and room for `num_new_tokens` more. All or nothing."""
+    def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int, loads: bool = False) -> bool:
+        """Give a request that holds nothing its hit blocks and room for `num_new_tokens` more. All or nothing.
+
+        loads: some of these are loaded, and the state behind them.
+        """
         assert not request.block_numbers, f"{request.request_id} holds blocks already"
         needed = self.num_blocks(len(hits) * self.block_size + num_new_tokens) - len(hits)
         if needed > self.pool.num_free - sum(self.pool.is_free(block) for block in hits):
             return False
         if self.states is not None:
-            request.state = self.states.begin(request.chain[len(hits) - 1] if hits else None)
+            request.state = self.states.begin(request.chain[len(hits) - 1] if hits and not loads else None)
             if request.state is None:
                 return False
         self.pool.acquire(hits)
@@ -127,6 +134,21 @@ class KVCacheManager:
         ends = [*request.turn_starts[:1], request.num_tokens - 1]
         borders = [end // self.block_size * self.block_size for end in ends]
         return min((border for border in borders if border > num_before), default=None)
+
+    def checkpoints(self, request: Request) -> list[tuple[int, int]]:
+        """Where an ended request has checkpoints that a later turn can begin with, in tokens, and their slots: at the
+        end of its system prompt, and at its own. What ended its answer may have been found some tokens late.
+        """
+        if self.states is None:
+            return []
+        num_tokens = len(request.token_ids) - (isinstance(request.stop_reason, str)) * self.block_size
+        if request.finish_reason == "abort":
+            num_tokens = request.num_prompt_tokens
+        borders = range(min(num_tokens // self.block_size, len(request.chain)), 0, -1)
+        last = next((border for border in borders if self.states.has(request.chain[border - 1])), 0)
+        system = request.turn_starts[0] // self.block_size if request.turn_starts else 0
+        found = ((border, self.states.slot_of(request.chain[border - 1])) for border in {system, last} - {0})
+        return [(border * self.block_size, slot) for border, slot in sorted(found) if slot is not None]
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Put the full blocks of its first `num_tokens` tokens into the pool's map: they are computed or being loaded,
@@ -251,7 +273,8 @@ class RequestBlocks:
 
     def free(self, request: Request) -> None:
         """Release the request's blocks, and cancel what it would have loaded."""
-        self.connector.request_finished(request.request_id, request.answer, *request.take_news(is_end=True))
+        states = self.manager.checkpoints(request) if request.finish_reason is not None else ()
+        self.connector.request_finished(request.request_id, request.answer, *request.take_news(is_end=True), states)
         self.manager.free(request)
         request.ask_at, request.num_unread = None, 0
 
@@ -271,6 +294,9 @@ class RequestBlocks:
             return Lookup.PENDING
         num_hit -= external.num_unsaved
         hits = hits[: num_hit // size]
+        if external.num_unsaved and not external.num_tokens:
+            hits = self.manager.up_to_checkpoint(request, hits)
+            num_hit = len(hits) * size
         if num_hit + external.num_tokens < request.lineage.splice_end * size:
             self._note_loss(request, num_hit + external.num_tokens)
             self.connector.request_finished(request.request_id)
@@ -280,7 +306,7 @@ class RequestBlocks:
             return self.admit(request, most)
         self._note_answer(request, num_hit, external)
         num_tokens = self.num_to_compute(request, num_hit + external.num_tokens, most)
-        if not self.manager.admit(request, hits, external.num_tokens + num_tokens):
+        if not self.manager.admit(request, hits, external.num_tokens + num_tokens, external.num_tokens > 0):
             return Lookup.MISS
         if external.num_tokens:
             self._load(request, num_hit, external.num_tokens)
@@ -349,7 +375,8 @@ class RequestBlocks:
         """Load the blocks from `first_token` on in this step, and share them from now on."""
         size = self.manager.block_size
         blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
-        self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens)
+        slot = None if request.state is None else request.state.slot
+        self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens, slot)
         request.num_computed_tokens += num_tokens
         self.manager.cache_full_blocks(request, request.num_computed_tokens)
 

@@ -54,6 +54,10 @@ class StateSlots:
     def has(self, block_id: BlockId) -> bool:
         return block_id in self._checkpoints
 
+    def slot_of(self, block_id: BlockId) -> int | None:
+        """Where the checkpoint behind this block is."""
+        return self._checkpoints.get(block_id)
+
     def begin(self, block_id: BlockId | None) -> RequestState | None:
         """A slot for a request that begins behind this block, or with nothing. None if all are in use."""
         source = None if block_id is None else self._checkpoints[block_id]

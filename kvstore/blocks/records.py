@@ -121,12 +121,25 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePiece:
+    """The part of the state in a slot that one arena block has or gets. index: among those of the state."""
+
+    slot: int
+    index: int
+    arena_block: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Transfers of one step, of all its requests; loads in chain order. ticket: names the step when they have ended."""
+    """Transfers of one step, of all its requests; loads in chain order. ticket: names the step when they have ended.
+
+    states: loaded with the KV before them; of a plan that saves states, saved.
+    """
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     ticket: int = 0
+    states: tuple[StatePiece, ...] = ()
 
 
 class SaveFence(Protocol):

@@ -137,6 +137,7 @@ class DeviceTransfer:
         self.arena, self.pace = arena, Pace() if pace is None else pace
         self._streams = streams
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._states: torch.Tensor | None = None
         self._load: _Load | None = None
         self._save: _Save | None = None
         self._lock = threading.Lock()
@@ -145,12 +146,12 @@ class DeviceTransfer:
         self.load_seconds = Histogram()  # that all loads of a step took
         self._watcher = EventWatcher("kvstore-transfers", on_progress)
 
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take the key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim], still unused.
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None) -> None:
+        """See `KVConnector.register_kv_caches`. The caches are still unused.
 
         Compiles the kernels and waits for that, else the first load would take, and be measured, so much longer.
         """
-        self._caches = caches
+        self._caches, self._states = caches, states
         arena, streams = self.arena.own, self._streams
         blank = torch.zeros(1, *arena.shape[4:], dtype=arena.dtype, device=caches[0][0].device)
         blocks = BlockLoad(arena, [0], [0], [0], self.arena.layout.own_rotations)
@@ -175,16 +176,35 @@ class DeviceTransfer:
 
     def _begin_loads(self, plan: TransferPlan) -> None:
         streams = self._streams
-        load = self._load = _Load(plan.ticket, len(plan.loads) * self.arena.layout.block_bytes)
+        num_blocks = len(plan.loads) + len(plan.states)
+        load = self._load = _Load(plan.ticket, num_blocks * self.arena.layout.block_bytes)
         try:
             load.blocks = block_load(self.arena, plan.loads)
             streams.wait(Queue.LOAD, streams.record(Queue.COMPUTE))
             load.start = streams.record(Queue.LOAD)
+            if self._states is not None:  # the first layer may already need them
+                streams.launch(Queue.LOAD, partial(self.arena.load_states, plan.states, self._states))
+                streams.wait(Queue.COMPUTE, streams.record(Queue.LOAD))
         except Exception:  # out of memory, or the device has failed: these blocks are computed instead
             return
         load.failed = False
         self._launch_loads(load, self.pace.layers_ahead)
         load.num_first = len(load.landed)
+
+    def save_states(self, plan: TransferPlan) -> None:
+        """Save the plan's states. Called between two steps: the next one waits for it, as it may change them."""
+        assert self._states is not None
+        streams, job = self._streams, _Save(plan.ticket, torch.empty(2, 0, dtype=torch.int64), failed=True)
+        with suppress(Exception):  # as for loads: the turn has no checkpoint
+            streams.wait(Queue.SAVE, streams.record(Queue.COMPUTE))
+            streams.launch(Queue.SAVE, partial(self.arena.save_states, plan.states, self._states))
+            job.end = streams.record(Queue.SAVE)
+            streams.wait(Queue.COMPUTE, job.end)
+            job.failed = False
+        with self._lock:
+            self._in_flight.append(job)
+        if job.end is not None:
+            self._watcher.watch(job.end)
 
     def _launch_loads(self, load: _Load, end: int) -> None:
         """Launch the loads of layers before `end` that were not launched yet, in one launch."""

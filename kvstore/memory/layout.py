@@ -16,6 +16,7 @@ class KVLayout:
     """Shape of a model's KV as it is stored. rotations: per layer the full table, None where keys are not rotated.
 
     own_heads, own_layers: the heads and layers that this process moves, None for all. Blocks have all of them.
+    state_bytes: of what a request keeps beside its KV, 0 for nothing; it is stored in blocks of the same size.
     """
 
     num_layers: int
@@ -26,6 +27,12 @@ class KVLayout:
     rotations: tuple[Rotation | None, ...]
     own_heads: slice | None = None
     own_layers: slice | None = None
+    state_bytes: int = 0
+
+    @property
+    def num_state_blocks(self) -> int:
+        """The blocks that one state takes."""
+        return -(-self.state_bytes // self.block_bytes)
 
     @property
     def own_rotations(self) -> tuple[Rotation | None, ...]:

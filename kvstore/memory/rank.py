@@ -12,7 +12,7 @@ from kvstore.blocks.records import Save, TransferPlan, Transferred
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.far import bytes_of
 from kvstore.memory.layout import KVLayout, OwnPart
-from kvstore.memory.ranked import OwnTransfer
+from kvstore.memory.ranked import DataPlane
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.transfer import Arena, Transfer
 
@@ -35,7 +35,7 @@ def rank_transfer(
 class RankTransfer:
     """The worker side of a connector, for a forward, and what a step tells it."""
 
-    def __init__(self, own: OwnTransfer) -> None:
+    def __init__(self, own: DataPlane) -> None:
         self._own = own
         self.register = own.register
         self.wait_for_layer_load = own.wait_for_layer

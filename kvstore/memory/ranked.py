@@ -60,15 +60,19 @@ class OtherRanks(Protocol):
         ...
 
 
-class OwnTransfer(Protocol):
-    """What moves this rank's heads: see `kvstore.memory.transfer` and `kvstore.memory.device_transfer`."""
+class DataPlane(Protocol):
+    """Moves KV between HBM and the arena: see `kvstore.memory.transfer` and `kvstore.memory.device_transfer`."""
 
     load_seconds: Histogram
 
     @property
     def can_save(self) -> bool: ...
 
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+    def register(
+        self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None
+    ) -> None: ...
+
+    def save_states(self, plan: TransferPlan) -> None: ...
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
 
@@ -96,7 +100,7 @@ class _Told:
 class RankedTransfer:
     """A data plane for all ranks. own: the one for this rank's heads."""
 
-    own: OwnTransfer
+    own: DataPlane
     others: OtherRanks
     _ticket: int | None = None  # ticket of the running step, if it has transfers
     _has_loads: bool = False
@@ -105,7 +109,7 @@ class RankedTransfer:
 
     def __post_init__(self) -> None:
         self.load_seconds = self.own.load_seconds
-        self.register = self.own.register
+        self.register, self.save_states = self.own.register, self.own.save_states
         self.wait_for_layer = self.own.wait_for_layer
         self.save_layer = self.own.save_layer
 

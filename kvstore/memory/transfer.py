@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
+from kvstore.blocks.records import Load, Save, SaveFence, StatePiece, TransferPlan, Transferred
 from kvstore.config import format_size
 from kvstore.errors import ConfigError
 from kvstore.kernels.cpu.threads import FirstTouch
@@ -56,6 +56,7 @@ class Arena:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):  # whatever mode the caller is in: threads outside of it write here, too
             flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self.rows = flat.view(num_arena_blocks, layout.block_bytes)
             self.tensor = flat.view(layout.dtype).view(num_arena_blocks, *layout.block_shape)
             self.own = self.tensor if layout.own_layers is None else self.tensor[:, layout.own_layers]
             self.own = self.own if layout.own_heads is None else self.own[..., layout.own_heads, :]
@@ -97,6 +98,21 @@ class Arena:
     def erase(self, arena_blocks: Sequence[int]) -> None:
         for arena_block in arena_blocks:
             self.tensor[arena_block].zero_()
+
+    def load_states(self, pieces: Sequence[StatePiece], states: torch.Tensor) -> None:
+        """Copy pieces of states into their slots, [num_slots, num_bytes], in the current stream."""
+        size = self.layout.block_bytes
+        for piece in pieces:
+            part = states[piece.slot, piece.index * size : (piece.index + 1) * size]
+            part.copy_(self.rows[piece.arena_block, : len(part)], non_blocking=True)
+
+    def save_states(self, pieces: Sequence[StatePiece], states: torch.Tensor) -> None:
+        """The other way round. Nothing of what was there before is left."""
+        size = self.layout.block_bytes
+        for piece in pieces:
+            part = states[piece.slot, piece.index * size : (piece.index + 1) * size]
+            self.rows[piece.arena_block, : len(part)].copy_(part, non_blocking=True)
+            self.rows[piece.arena_block, len(part) :].zero_()
 
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
@@ -181,14 +197,15 @@ class Transfer:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._states: torch.Tensor | None = None
         self._load: _LoadJob | None = None
         self._save: _SaveStep | None = None
         self.load_seconds = Histogram()  # of all loads of a step
         self._done: deque[Transferred] = deque()
 
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
-        self._caches = caches
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None) -> None:
+        """See `KVConnector.register_kv_caches`."""
+        self._caches, self._states = caches, states
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
@@ -200,6 +217,18 @@ class Transfer:
             save = _SaveStep(plan.ticket, rows, places)
         self._load = _LoadJob(plan.ticket, block_load(self.arena, plan.loads), len(plan.loads)) if plan.loads else None
         self._save = save
+        if self._states is not None and self._load is not None:
+            started = time.perf_counter()
+            self._load.num_blocks += len(plan.states)
+            self.arena.load_states(plan.states, self._states)
+            self._load.seconds = time.perf_counter() - started
+
+    def save_states(self, plan: TransferPlan) -> None:
+        """Save the plan's states. Called between two steps."""
+        assert self._states is not None
+        self.arena.reach(max(piece.arena_block for piece in plan.states))
+        self.arena.save_states(plan.states, self._states)
+        self._done.append(Transferred(plan.ticket, False, True))
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when this layer's blocks are in HBM, or its step's loads have failed.
@@ -277,4 +306,5 @@ class Transfer:
         return done
 
     def close(self) -> None:
-        """Does nothing: nothing is in flight between steps."""
+        """Forget the caches: nothing is in flight between steps."""
+        self._caches, self._states = (), None

@@ -21,7 +21,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.ranked import OtherRanks, RankedTransfer
+from kvstore.memory.ranked import DataPlane, OtherRanks, RankedTransfer
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.tier import CpuTier
 from kvstore.memory.transfer import Arena, Transfer
@@ -40,7 +40,7 @@ from kvstore.store.history import Learned
 from kvstore.store.progress import StoreProgress
 from kvstore.store.remote import RemoteSource
 from kvstore.store.stored import Identity, StoreContext
-from kvstore.store.tiered import DataPlane, StoreParts, TieredConnector
+from kvstore.store.tiered import StoreParts, TieredConnector
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import BlockTier
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
@@ -70,9 +70,9 @@ def open_tiered(
     with ExitStack() as opened:
         if opening is not None:
             opened.callback(opening.close)
-        tiers.check_room(layout.block_bytes)
+        tiers.check_room(layout.block_bytes, layout.num_state_blocks)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
-        num_arena_blocks = max(least_arena_blocks, STAGING_BYTES // layout.block_bytes)
+        num_arena_blocks = max(least_arena_blocks + 2 * layout.num_state_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
             num_arena_blocks = int(tiers.cpu) // layout.block_bytes
         clock, stats, progress = time.time, StoreStats(losses=Losses(MOST_LOSSES)), StoreProgress()
@@ -102,7 +102,7 @@ def open_tiered(
         if others is not None:
             others.use(FarBlocks(arena))
             transfer = RankedTransfer(transfer, others)
-        identity = Identity(bytes.fromhex(name), label(model), layout.block_size)
+        identity = Identity(bytes.fromhex(name), label(model), layout.block_size, layout.num_state_blocks)
         if owner is not None or fleet is not None:
             remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk)
         store = KVStore(context, planner, identity, io, transfer, arena.copy_tokens, write_back, remote)

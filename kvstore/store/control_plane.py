@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import BlockId, Lineage, state_chain
 from kvstore.blocks.records import Loss, TransferPlan, Transferred
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
@@ -30,6 +30,7 @@ from kvstore.store.write_back import WriteBack
 from kvstore.tiers.work import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
 
+MOST_OLD_STATES = 2  # of a conversation, beside the latest and that behind its system prompt
 TRIED_BLOCKS = 16  # are read although computing is better: the disk may have become faster
 TRIED_SHARE = 4  # at most one second in this many is spent on such reads
 _MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
@@ -74,6 +75,11 @@ class Matcher:
             return _MISS
         if self._requests.is_asking(request, True):
             return _PENDING
+        if self._requests.num_state_blocks:
+            border = self._requests.border(request)
+            if border <= first:
+                return _MISS
+            end = border + self._requests.num_state_blocks
         is_new, wanted = self._requests.ask(request, first, end), request.wanted
         if wanted.is_ready():
             return self._load(request, first)
@@ -94,8 +100,11 @@ class Matcher:
         return _PENDING if choice.way is Way.LOAD else self._load_and_compute(request, first, choice)
 
     def _load(self, request: Tracked, first: int) -> Match:
-        """Load everything that it wants: all of that has landed."""
-        num_tokens = (request.wanted.end - first) * self._requests.block_size
+        """Load everything that it wants: all of that has landed. A state is loaded as a whole."""
+        end = request.wanted.end
+        if request.restored is not None:
+            end = first if end < len(request.restored.chain) else self._requests.border(request)
+        num_tokens = (end - first) * self._requests.block_size
         self._requests.join(request)
         if num_tokens and (not request.is_exact or self._planner.should_load(num_tokens)):
             return Match(Lookup.HIT, num_tokens)
@@ -180,7 +189,7 @@ class KVStore:
         if self.remote is not None:
             self.remote.arrive(request)
         self.prefetcher.arrive(request)
-        return tuple(request.arrival)
+        return tuple(request.arrival[: len(request.arrival) and self.requests.border(request) - request.num_hbm_blocks])
 
     def match(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         """What can be loaded after `num_computed_tokens`, and what to compute meanwhile."""
@@ -193,10 +202,32 @@ class KVStore:
         found = request.with_late_tiers(found)
         return found if usable == first else replace(found, num_unsaved=(first - usable) * size)
 
-    def load(self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int) -> None:
-        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan."""
+    def load(
+        self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int, slot: int | None = None
+    ) -> None:
+        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. slot: where its state goes."""
         size, request = self.stored.block_size, self.requests.by_id[request_id]
-        self.steps.add_loads(self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size))
+        loads = self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size, slot)
+        self.steps.add_loads(*loads)
+
+    def save_state(self, request: Tracked, num_tokens: int, slot: int) -> TransferPlan | None:
+        """Plan to save the state of a request that has ended, as it is in this slot, behind so many of its tokens; None
+        if it is stored, or cannot be.
+        """
+        size = self.stored.block_size
+        border, system = num_tokens // size, request.turn_starts[0] // size if request.turn_starts else 0
+        state = self.stored.with_state(request, border).chain[border:]
+        if self.stored.holds(state[-1]):
+            return None
+        has_state = (self.stored.holds(state_chain(block_id, 1, size)[0]) for block_id in request.chain[: border - 1])
+        older = [one for one, found in enumerate(has_state, start=1) if found and one != system]
+        gone = [self.stored.with_state(request, one).chain[one:] for one in older[:-MOST_OLD_STATES]]
+        for block_ids in [*gone, state] if self.stored.holds(state[0]) else gone:  # the rest of one that was evicted
+            if self.disk is not None:
+                self.disk.space.delete(block_ids)
+            else:
+                self.cpu.forget(block_ids[0])
+        return self.steps.plan_state(request, border, slot)
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """Remove a request that has ended or was preempted, and return it."""
@@ -273,7 +304,10 @@ class KVStore:
         if not is_unreadable and (tiers := self.stored.tiers((block_id,), 0, 1)):
             if self.stored.is_being_saved(block_id):
                 return Loss("being_written", tiers[0])
-            lacks_room = self.requests.by_id[request_id].lacks_room
+            request = self.requests.by_id[request_id]
+            if self.stored.num_state_blocks and request.restored is None:
+                return Loss("no_checkpoint", tiers[0])
+            lacks_room = request.lacks_room
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
         if believed is not None and believed.is_away(block_id) and (known is None or believed.has_had(block_id)):
             return Loss("remote_away", believed.name)
@@ -286,7 +320,8 @@ class KVStore:
         self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes
     ) -> tuple[list[BlockId], Lineage] | None:
         """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest must be computed."""
-        planned = plan_chain(old, spans, self.stored, secret) if self.cpu.keep else None
+        can_splice = self.cpu.keep and not self.stored.num_state_blocks
+        planned = plan_chain(old, spans, self.stored, secret) if can_splice else None
         if planned is None:
             return None
         conversation = self._conversation_of(old.chain)

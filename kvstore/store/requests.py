@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, token_bytes
-from kvstore.blocks.records import BlockRecord, Load
+from kvstore.blocks.records import BlockRecord, Load, StatePiece
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.policy.planner import SAVE_SHARE, LoadChoice, LookAhead, Way
@@ -60,6 +60,7 @@ class Tracked(ChainContent):
     conversation: Conversation | None = None
     may_load: bool = True
     turn_starts: Sequence[int] = ()  # in tokens
+    restored: ChainContent | None = None  # of a model that keeps states: what it can begin with, and the state there
     was_elsewhere: bool = False  # another server was asked to compute it
     lacks_room: bool = False  # some of what is stored for it found no arena block
     num_hbm_blocks: int = 0  # when it arrived
@@ -75,8 +76,15 @@ class Tracked(ChainContent):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it may compute what is stored: a spliced chain is loaded as a whole or not at all."""
-        return self.lineage.splice_index is None
+        """Whether it may compute what is stored: a spliced chain, or one with a state, is loaded as a whole or not at
+        all.
+        """
+        return self.lineage.splice_index is None and self.restored is None
+
+    @property
+    def loads(self) -> ChainContent:
+        """What is loaded for it."""
+        return self if self.restored is None else self.restored
 
     def tier_at_arrival(self, index: int) -> str | None:
         """The tier below HBM that had this block; None if none had it."""
@@ -119,7 +127,7 @@ class Requests:
     def __init__(self, cpu: CpuTier, stored: StoredBlocks, reads: TierReads | None, stats: StoreStats) -> None:
         self._cpu, self._stored, self._reads, self._stats = cpu, stored, reads, stats
         self.is_asking: Callable[[Tracked, bool], bool] = lambda *_: False
-        self.block_size = stored.block_size
+        self.block_size, self.num_state_blocks = stored.block_size, stored.num_state_blocks
         self.by_id: dict[str, Tracked] = {}
 
     def arrive(self, request: Tracked, num_hbm_blocks: int) -> None:
@@ -129,14 +137,24 @@ class Requests:
         self.look_again(request)
         request.num_told = len(request.arrival)
         if request.conversation is not None:
-            self._stored.claim(request.chain, request.lineage, request.conversation)
+            self._stored.claim(request.loads.chain, request.lineage, request.conversation)
 
     def look_again(self, request: Tracked) -> bool:
         """Check whether more of its blocks are known to be stored by now. Reads that have begun stay as they are."""
-        first = request.num_hbm_blocks + len(request.arrival)
-        found = self._stored.tiers(request.chain, first, request.num_loadable(self.block_size))
+        first, end = request.num_hbm_blocks + len(request.arrival), request.num_loadable(self.block_size)
+        if self.num_state_blocks:
+            if request.arrival or (restored := self._stored.restorable(request, first, end)) is None:
+                return False
+            request.restored, end = restored, len(restored.chain)
+        found = self._stored.tiers(request.loads.chain, first, end)
         request.arrival += found
         return bool(found)
+
+    def border(self, request: Tracked) -> int:
+        """The number of blocks of its own, not of its state, that may be loaded for it, or are in HBM before those."""
+        if not self.num_state_blocks:
+            return request.num_loadable(self.block_size)
+        return 0 if request.restored is None else len(request.restored.chain) - self.num_state_blocks
 
     def hold(self, request: Tracked, first: int, end: int) -> None:
         """Hold its blocks from `first` on that the CPU tier has, as far as they are stored. Reads nothing."""
@@ -155,13 +173,13 @@ class Requests:
 
     def _hold_range(self, request: Tracked, first: int, end: int) -> None:
         for index in range(first, end):
-            if not self._acquire(request, index) and self._stored.source(request.chain[index]) is None:
+            if not self._acquire(request, index) and self._stored.source(request.loads.chain[index]) is None:
                 self.cut(request, index)
                 return
 
     def _acquire(self, request: Tracked, index: int) -> bool:
         """Hold a block that is in the CPU tier or on its way there; its read may become more urgent."""
-        arena_block = self._stored.arena_block_of(request, index)
+        arena_block = self._stored.arena_block_of(request.loads, index)
         if arena_block is None:
             return False
         self._cpu.acquire(arena_block)
@@ -225,7 +243,7 @@ class Requests:
         for index in range(first, request.wanted.end):  # announced in order, as a block is linked to the one before
             if index in request.wanted.arena_blocks or self._acquire(request, index):
                 continue
-            if (tier := self._stored.source(request.chain[index])) is None:
+            if (tier := self._stored.source(request.loads.chain[index])) is None:
                 self.cut(request, index)
                 break
             arena_block = self._cpu.reserve()
@@ -233,7 +251,7 @@ class Requests:
                 arena_block = self._cpu.reserve()
             if arena_block is None:
                 return begun, index
-            record = self._stored.record(request, index)
+            record = self._stored.record(request.loads, index)
             if not self._cpu.announce(arena_block, record, request.conversation):
                 self._cpu.release(arena_block)  # the id exists with other content
                 self.cut(request, index)
@@ -266,20 +284,27 @@ class Requests:
         """It does not ask again."""
         request.wanted.is_open = False
 
-    def hand_out(self, request: Tracked, block_numbers: Sequence[int], first_block: int, num_blocks: int) -> list[Load]:
-        """Turn held arena blocks into loads into these HBM blocks; the references go with them."""
-        wanted, size = request.wanted, self.block_size
+    def hand_out(
+        self, request: Tracked, block_numbers: Sequence[int], first_block: int, num_blocks: int, slot: int | None
+    ) -> tuple[list[Load], list[StatePiece]]:
+        """Turn held arena blocks into loads into these HBM blocks, and of a state into its slot; the references go with
+        them.
+        """
+        wanted, size, border = request.wanted, self.block_size, first_block + num_blocks
         loads = [
             Load(number, wanted.arena_blocks.pop(index), index * size, request.chain[index])
             for index, number in enumerate(block_numbers[:num_blocks], start=first_block)
         ]
-        wanted.read_ahead.difference_update(range(first_block, first_block + num_blocks))
-        if first_block + num_blocks >= wanted.end:
+        pieces: list[StatePiece] = []
+        if slot is not None:
+            pieces = [StatePiece(slot, i - border, wanted.arena_blocks.pop(i)) for i in range(border, wanted.end)]
+        wanted.read_ahead.difference_update(range(first_block, border + len(pieces)))
+        if border + len(pieces) >= wanted.end:
             self.let_go(request)
         else:
-            self.advance(request, first_block + num_blocks)
+            self.advance(request, border)
         self._stats.loaded_tokens += len(loads) * size
-        return loads
+        return loads, pieces
 
     def take_num_saved(self, request_id: str) -> int:
         """See `KVConnector.take_num_saved`."""
@@ -414,7 +439,8 @@ class Prefetcher:
     def _read_ahead(self, request: Tracked) -> None:
         """Read what is better loaded than computed, as far as can be said by now."""
         if not request.wanted.is_begun:
-            self._requests.hold(request, request.num_hbm_blocks, request.num_loadable(self._requests.block_size))
+            end = self._requests.border(request) + self._requests.num_state_blocks
+            self._requests.hold(request, request.num_hbm_blocks, end)
         self._requests.advance(request, request.wanted.first)
         if request.wanted.front < request.wanted.lowest:  # otherwise all of its reads have begun
             choice = self._choose(request)
@@ -456,7 +482,9 @@ class Prefetcher:
 
     def hint(self, wanted: Tracked) -> None:
         """Read what is only on disk of this chain into arena blocks that nobody waits for."""
-        self._requests.hold(wanted, 0, len(wanted.chain))
+        if self._requests.num_state_blocks and not self._requests.look_again(wanted):
+            return
+        self._requests.hold(wanted, 0, len(wanted.loads.chain))
         room = self._num_arena_blocks_to_fill() - sum(w.num_blocks for w in self.waiting.to_prefetch())
         room -= sum(len(hint.wanted.arena_blocks) for hint in self.hints.values())
         # A hint takes only what no waiting request needs, and not all of that.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
+from kvstore.blocks.records import Load, Save, StatePiece, TransferPlan, Transferred
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.stats import StoreStats
 from kvstore.store.requests import Requests, Tracked
@@ -40,6 +40,7 @@ class SaveStep:
     written: list[int] = field(default_factory=list)  # each holds a reference for the step
     complete: list[int] = field(default_factory=list)  # blocks that this step fills
     num_unnamed: int = 0  # blocks that this step fills and that have no id yet
+    state: list[StatePiece] = field(default_factory=list)  # that it saves instead of KV
 
 
 @dataclass(eq=False)
@@ -186,6 +187,23 @@ class Saver:
         else:  # another request of this step fills the same block
             self._cpu.release(arena_block)
 
+    def plan_state(self, request: Tracked, border: int, slot: int, step: SaveStep) -> list[StatePiece]:
+        """Choose arena blocks for the state in a slot, which stands behind so many of the request's blocks. All or
+        none.
+        """
+        content = self._stored.with_state(request, border)
+        arena_blocks = [one for one in (self._cpu.reserve() for _ in content.chain[border:]) if one is not None]
+        records = [self._stored.record(content, index) for index in range(border, len(content.chain))]
+        if len(arena_blocks) < len(records) or not self._has_parent(request, border):
+            for arena_block in arena_blocks:
+                self._cpu.release(arena_block)
+            self._stats.dropped_saves += 1
+            return []
+        for arena_block, record in zip(arena_blocks, records, strict=True):
+            self._cpu.announce(arena_block, record, request.conversation)
+        step.complete += arena_blocks
+        return [StatePiece(slot, index, one) for index, one in enumerate(arena_blocks)]
+
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
         saving = self._savings[request]
@@ -246,7 +264,7 @@ class Saver:
 class StepTransfers:
     """The arena blocks that a step's transfers hold."""
 
-    loads: tuple[Load, ...] = ()
+    loads: tuple[Load | StatePiece, ...] = ()
     saves: SaveStep = field(default_factory=SaveStep)
     begun: bool = False  # the data plane has it, and will tell how it ends
     has_saved: bool | None = None  # whether its saves succeeded, None until they have ended
@@ -261,11 +279,13 @@ class StepsInFlight:
         self.by_ticket: dict[int, StepTransfers] = {}
         self._last_ticket = 0
         self._next_loads: list[Load] = []  # of the step that is being scheduled
+        self._next_pieces: list[StatePiece] = []
         self._failed_blocks: list[int] = []  # in HBM
 
-    def add_loads(self, loads: Sequence[Load]) -> None:
-        """Add loads to the next plan."""
+    def add_loads(self, loads: Sequence[Load], pieces: Sequence[StatePiece] = ()) -> None:
+        """Add loads to the next plan, and pieces of a state."""
         self._next_loads += loads
+        self._next_pieces += pieces
 
     def plan(self, spans: Sequence[StepSpan], may_save: bool) -> TransferPlan | None:
         """The loads that were added since the last plan, and where the step's tokens are saved."""
@@ -273,11 +293,24 @@ class StepsInFlight:
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers()
         self._saver.plan(spans, may_save, step.saves)
-        step.loads, self._next_loads = tuple(self._next_loads), []
+        loads, pieces = tuple(self._next_loads), tuple(self._next_pieces)
+        step.loads, self._next_loads, self._next_pieces = (*loads, *pieces), [], []
         if not step.loads and not step.saves.saves:
             del self.by_ticket[ticket]
             return None
-        return TransferPlan(step.loads, tuple(step.saves.saves), ticket)
+        return TransferPlan(loads, tuple(step.saves.saves), ticket, pieces)
+
+    def plan_state(self, request: Tracked, border: int, slot: int) -> TransferPlan | None:
+        """Save the state in a slot, which stands behind so many of a request's blocks; None if it is stored, or cannot
+        be. It ends as the saves of a step do.
+        """
+        ticket = self._last_ticket = self._last_ticket + 1
+        step = self.by_ticket[ticket] = StepTransfers(begun=True)
+        step.saves.state = self._saver.plan_state(request, border, slot, step.saves)
+        if not step.saves.state:
+            del self.by_ticket[ticket]
+            return None
+        return TransferPlan(ticket=ticket, states=tuple(step.saves.state))
 
     def begun(self, ticket: int) -> None:
         """The data plane has the plan of this step. May be called without the lock."""
@@ -290,8 +323,9 @@ class StepsInFlight:
             self._release_loads(step)
             self._end_saves(step, False)
         self._saver.drop_unnamed()
-        loads, self._next_loads = self._next_loads, []
-        self._release(loads)
+        self._release(self._next_loads)
+        self._release(self._next_pieces)
+        self._next_loads, self._next_pieces = [], []
 
     def transferred(self, done: Transferred) -> None:
         if (step := self.by_ticket.get(done.ticket)) is None:  # dropped after it began, but before that was noted
@@ -304,7 +338,7 @@ class StepsInFlight:
         else:
             step.is_garbage = True
             self._stats.load_failures += len(step.loads)
-            self._failed_blocks += [load.block_number for load in step.loads]
+            self._failed_blocks += [load.block_number for load in step.loads if isinstance(load, Load)]
         self._release_loads(step)
 
     def end_steps(self) -> None:
@@ -313,7 +347,7 @@ class StepsInFlight:
         A block that has no name yet holds up nobody: it follows when it is named.
         """
         for ticket, step in list(self.by_ticket.items()):
-            if step.loads or (step.saves.saves and step.has_saved is None):
+            if step.loads or ((step.saves.saves or step.saves.state) and step.has_saved is None):
                 return
             self._end_saves(step, bool(step.has_saved) and not step.is_garbage)
             if not step.saves.num_unnamed:
@@ -328,7 +362,7 @@ class StepsInFlight:
         loads, step.loads = step.loads, ()
         self._release(loads)
 
-    def _release(self, loads: Sequence[Load]) -> None:
+    def _release(self, loads: Sequence[Load | StatePiece]) -> None:
         for load in reversed(loads):
             self._cpu.release(load.arena_block)
 

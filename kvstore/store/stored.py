@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvstore.blocks.holdings import Holdings, Place
-from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage
+from kvstore.blocks.ids import NO_TOKEN, TOKEN_BYTES, BlockId, Lineage, state_chain, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.records import label
@@ -346,11 +346,14 @@ class TierReads:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What every block of this engine has in common."""
+    """What every block of this engine has in common. num_state_blocks: that the state of a request takes; 0: the model
+    keeps none.
+    """
 
     fingerprint: bytes
     model: str
     block_size: int
+    num_state_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -372,7 +375,27 @@ class StoredBlocks:
     ) -> None:  # fmt: skip
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
         self._disk, self._reads, self._identity, self._remote = disk, reads, identity, remote
-        self.block_size = identity.block_size
+        self.block_size, self.num_state_blocks = identity.block_size, identity.num_state_blocks
+
+    def with_state(self, content: ChainContent, border: int) -> ChainContent:
+        """The first `border` blocks of a chain, and the blocks of the state behind them."""
+        chain = content.chain[:border]
+        chain += state_chain(chain[-1], self.num_state_blocks, self.block_size)
+        num_tokens = border * self.block_size
+        tokens = bytes(content.tokens[: num_tokens * TOKEN_BYTES])
+        tokens += token_bytes([NO_TOKEN] * (len(chain) * self.block_size - num_tokens))
+        return ChainContent(chain, tokens, content.lineage, content.tenant)
+
+    def restorable(self, content: ChainContent, first: int, end: int) -> ChainContent | None:
+        """The longest prefix of a chain that ends in blocks [first, end) and has a state behind it, with that; None if
+        there is none.
+        """
+        for border in range(first + len(self.tiers(content.chain, first, end)), first, -1):
+            if self._tier(state_chain(content.chain[border - 1], 1, self.block_size)[0]) is not None:
+                found = self.with_state(content, border)
+                if len(self.tiers(found.chain, first, len(found.chain))) == len(found.chain) - first:
+                    return found
+        return None
 
     def record(self, content: ChainContent, index: int) -> BlockRecord:
         """The record of a full block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings
@@ -14,35 +14,17 @@ from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer
-from kvstore.stats import Histogram, Losses
+from kvstore.stats import Losses
 from kvstore.store.control_plane import KVStore
 from kvstore.store.housekeeping import Housekeeper
 from kvstore.store.parts import DRAIN_S, DiskParts
 from kvstore.store.requests import tracked
-from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Transfers, Upkeep
+from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
 from kvstore.store.upkeep import TieredUpkeep
 
 if TYPE_CHECKING:
-    import torch
-
-
-class DataPlane(Transfers, Protocol):
-    """Moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
-
-    load_seconds: Histogram
-
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
-
-    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
-
-    def wait_for_layer(self, layer: int) -> None: ...
-
-    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
-
-    def end(self, succeeded: bool = True) -> SaveFence | None: ...
-
-    def close(self) -> None: ...
+    from kvstore.memory.ranked import DataPlane
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +80,11 @@ class TieredConnector:
             return self.parts.store.match(request_id, num_computed_tokens, max_tokens)
 
     def update_state_after_alloc(
-        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
-    ) -> None:
+        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int,
+        slot: int | None = None,
+    ) -> None:  # fmt: skip
         with self.parts.lock:
-            self.parts.store.load(request_id, block_numbers, num_computed_tokens, num_external_tokens)
+            self.parts.store.load(request_id, block_numbers, num_computed_tokens, num_external_tokens, slot)
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         with self.parts.lock:
@@ -117,10 +100,14 @@ class TieredConnector:
         answer: Answer | None = None,
         new_ids: Sequence[BlockId] = (),
         new_tokens: Sequence[int] = (),
+        states: Sequence[tuple[int, int]] = (),
     ) -> None:
         with self.parts.lock:
             self.parts.store.extend(request_id, new_ids, new_tokens)
             request, history = self.parts.store.remove(request_id, answer), self.parts.learned.history
+            for num_tokens, slot in states:
+                if request is not None and (plan := self.parts.store.save_state(request, num_tokens, slot)) is not None:
+                    self.parts.transfer.save_states(plan)
             if request is not None and history is not None:
                 tip = request.chain[-1] if request.chain else None
                 history.left(request_id, time.time(), answer or Answer(0), tip)

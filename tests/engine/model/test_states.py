@@ -57,6 +57,38 @@ def test_answers_of_two_turns_are_the_networks_own(name, saved_model):
         assert made.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
 
 
+@pytest.mark.parametrize("cpu", ["8MiB", 0], ids=["a-cpu-tier", "staging"])
+def test_a_next_turn_begins_with_the_state_that_is_on_disk(name, cpu, saved_model, tmp_path):
+    network = make_model(name)
+    with opened(saved_model(name), path=tmp_path, cpu=cpu, disk="64MiB") as engine:
+        first = engine.generate(PROMPTS, greedy(40))
+        histories = [one + made.token_ids + prompt(9, 4) for one, made in zip(PROMPTS, first, strict=True)]
+        warm = engine.generate(histories, greedy(20))
+        engine.connector.upkeep.flush()
+        engine.check_integrity()
+    with opened(saved_model(name), path=tmp_path, cpu=cpu, disk="64MiB") as engine:
+        cold = engine.generate(histories, greedy(20))
+        engine.check_integrity()
+        details = [made.usage.cached_tokens_details for made in cold]
+    for history, made, again in zip(histories, warm, cold, strict=True):
+        check_answer(network, history, again.token_ids)
+        assert again.token_ids == made.token_ids
+        assert again.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
+    assert sum(one.disk for one in details) > 0 and not any(one.hbm for one in details)
+
+
+def test_a_state_comes_from_the_cpu_tier_once_hbm_has_lost_it(name, saved_model, tmp_path):
+    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk=0) as engine:
+        (made,) = engine.generate([PROMPTS[0]], greedy(40))
+        history = PROMPTS[0] + made.token_ids + prompt(9, 4)
+        manager = engine.loop.scheduler.manager
+        engine.loop.call(manager.states.forget, list(manager.states._checkpoints))
+        (again,) = engine.generate([history], greedy(20))
+        engine.check_integrity()
+    check_answer(make_model(name), history, again.token_ids)
+    assert again.usage.cached_tokens_details.cpu == again.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
+
+
 def test_preempted_requests_go_on(saved_model):
     network = make_model("Qwen3_5Text")
     with opened(saved_model("Qwen3_5Text"), hbm="360KiB") as engine:
