@@ -25,8 +25,7 @@ from kvstore.errors import ConfigError, DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.policy.policies import POLICIES
 from kvstore.store.host_blocks import HostBlocks, open_host_parts
-from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.parts import DiskParts
+from kvstore.store.parts import DiskParts, Housekeeper
 from kvstore.store.upkeep import TieredUpkeep
 
 LEAST_CAPACITY_BYTES = 4 << 20  # below it LMDB has no room to move

@@ -59,11 +59,11 @@ class KVConnector(Protocol):
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int,
-        slot: int | None = None,
+        row: int | None = None,
     ) -> None:  # fmt: skip
         """HBM blocks were allocated for a hit of `num_external_tokens`; they go into the next plan.
 
-        slot: where the state behind them goes, if the model keeps states.
+        row: of the engine's states, where the state behind them goes, if the model keeps any.
         """
         return
 
@@ -85,7 +85,7 @@ class KVConnector(Protocol):
         """The request ended, was aborted or preempted; its HBM blocks are about to be released.
 
         answer: its length and end, from which returns are learned. new_ids, new_tokens: see `StepSpan`, but to its very
-        end. states: to be saved, each behind so many of its tokens and in this slot, which nobody changes before the
+        end. states: to be saved, each behind so many of its tokens and in this row, which nobody changes before the
         next step.
         """
 
@@ -105,7 +105,7 @@ class KVConnector(Protocol):
     ) -> None:
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]. Called once.
 
-        states: of a model that keeps some, [num_slots, num_bytes] uint8.
+        states: of a model that keeps some, [num_rows, num_bytes] uint8.
         """
         return
 

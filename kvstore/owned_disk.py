@@ -23,7 +23,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.remote.disk_owner import OwnerServer, Value
 from kvstore.store.host_blocks import open_host_parts
-from kvstore.store.housekeeping import Housekeeper
+from kvstore.store.parts import Housekeeper
 from kvstore.store.upkeep import TieredUpkeep
 
 LARGEST_BLOCK = 4  # of the capacity

@@ -122,9 +122,9 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class StatePiece:
-    """The part of the state in a slot that one arena block has or gets. index: among those of the state."""
+    """The part of a state that one arena block has or gets. row: of the engine's states. index: among its parts."""
 
-    slot: int
+    row: int
     index: int
     arena_block: int
 

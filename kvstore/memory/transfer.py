@@ -100,17 +100,17 @@ class Arena:
             self.tensor[arena_block].zero_()
 
     def load_states(self, pieces: Sequence[StatePiece], states: torch.Tensor) -> None:
-        """Copy pieces of states into their slots, [num_slots, num_bytes], in the current stream."""
+        """Copy pieces of states into their rows of `states`, [num_rows, num_bytes], in the current stream."""
         size = self.layout.block_bytes
         for piece in pieces:
-            part = states[piece.slot, piece.index * size : (piece.index + 1) * size]
+            part = states[piece.row, piece.index * size : (piece.index + 1) * size]
             part.copy_(self.rows[piece.arena_block, : len(part)], non_blocking=True)
 
     def save_states(self, pieces: Sequence[StatePiece], states: torch.Tensor) -> None:
         """The other way round. Nothing of what was there before is left."""
         size = self.layout.block_bytes
         for piece in pieces:
-            part = states[piece.slot, piece.index * size : (piece.index + 1) * size]
+            part = states[piece.row, piece.index * size : (piece.index + 1) * size]
             self.rows[piece.arena_block, : len(part)].copy_(part, non_blocking=True)
             self.rows[piece.arena_block, len(part) :].zero_()
 

@@ -11,12 +11,12 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
   reads and writes, and what is read ahead for it
 - `host_conversations`: whose blocks such a host writes and asks for
 - `host_memory`: the host's buffers, each until its block is written or given up
-- `housekeeping`: the thread that polls while nobody steps
-- `parts`: the parts of a store, and the order in which they end
-- `progress`: waiting for what worker threads do; what was in flight at one moment
+- `parts`: the parts of a store, and the order in which they end; waiting for what worker threads do; the thread that
+  polls while nobody steps
+- `prefetch`: whose blocks are read next
 - `remote`: a believed tier, as the store sees it: questions, what is read from it, prompts that another server computes
 - `remote_stores`: what goes there
-- `requests`: what a request has in flight: blocks held and read for it; whose blocks are read next
+- `requests`: what a request has in flight: blocks held and read for it
 - `saving`: which tokens of a step are saved, and where; the transfers of steps that are in flight
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others

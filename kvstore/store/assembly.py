@@ -37,7 +37,7 @@ from kvstore.remote.spread import SpreadTier
 from kvstore.stats import MOST_LOSSES, Losses, StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
-from kvstore.store.progress import StoreProgress
+from kvstore.store.parts import StoreProgress
 from kvstore.store.remote import RemoteSource
 from kvstore.store.stored import Identity, StoreContext
 from kvstore.store.tiered import StoreParts, TieredConnector

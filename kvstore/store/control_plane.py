@@ -19,9 +19,10 @@ from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
-from kvstore.store.progress import Stage
+from kvstore.store.parts import Stage
+from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import RemoteBlocks, RemoteSource
-from kvstore.store.requests import Prefetcher, Requests, Tracked, Wanted
+from kvstore.store.requests import Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
@@ -203,15 +204,16 @@ class KVStore:
         return found if usable == first else replace(found, num_unsaved=(first - usable) * size)
 
     def load(
-        self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int, slot: int | None = None
+        self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int, row: int | None = None
     ) -> None:
-        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. slot: where its state goes."""
+        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. row: where its state goes."""
         size, request = self.stored.block_size, self.requests.by_id[request_id]
-        loads = self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size, slot)
-        self.steps.add_loads(*loads)
+        if row is not None:
+            self.steps.add_loads(self.requests.hand_out_state(request, row))
+        self.steps.add_loads(self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size))
 
-    def save_state(self, request: Tracked, num_tokens: int, slot: int) -> TransferPlan | None:
-        """Plan to save the state of a request that has ended, as it is in this slot, behind so many of its tokens; None
+    def save_state(self, request: Tracked, num_tokens: int, row: int) -> TransferPlan | None:
+        """Plan to save the state of a request that has ended, as it is in this row, behind so many of its tokens; None
         if it is stored, or cannot be.
         """
         size = self.stored.block_size
@@ -227,7 +229,7 @@ class KVStore:
                 self.disk.space.delete(block_ids)
             else:
                 self.cpu.forget(block_ids[0])
-        return self.steps.plan_state(request, border, slot)
+        return self.steps.plan_state(request, border, row)
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """Remove a request that has ended or was preempted, and return it."""

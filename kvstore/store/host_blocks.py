@@ -22,8 +22,7 @@ from kvstore.stats import StoreStats
 from kvstore.store.history import Learned
 from kvstore.store.host_conversations import HostConversations
 from kvstore.store.host_memory import HostMemory, Lent
-from kvstore.store.parts import DiskParts
-from kvstore.store.progress import Stage, StoreProgress
+from kvstore.store.parts import DiskParts, Stage, StoreProgress
 from kvstore.store.stored import StoreContext
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import AS_HINT, ReadJob

@@ -21,9 +21,10 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed
-from kvstore.store.progress import Stage
+from kvstore.store.parts import Stage
+from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
-from kvstore.store.requests import Prefetcher, Tracked
+from kvstore.store.requests import Tracked
 from kvstore.store.stored import LOST_BY, BelievedContents, Deletions, StoreContext, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Chain

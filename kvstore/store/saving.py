@@ -187,8 +187,8 @@ class Saver:
         else:  # another request of this step fills the same block
             self._cpu.release(arena_block)
 
-    def plan_state(self, request: Tracked, border: int, slot: int, step: SaveStep) -> list[StatePiece]:
-        """Choose arena blocks for the state in a slot, which stands behind so many of the request's blocks. All or
+    def plan_state(self, request: Tracked, border: int, row: int, step: SaveStep) -> list[StatePiece]:
+        """Choose arena blocks for the state in a row, which stands behind so many of the request's blocks. All or
         none.
         """
         content = self._stored.with_state(request, border)
@@ -202,7 +202,7 @@ class Saver:
         for arena_block, record in zip(arena_blocks, records, strict=True):
             self._cpu.announce(arena_block, record, request.conversation)
         step.complete += arena_blocks
-        return [StatePiece(slot, index, one) for index, one in enumerate(arena_blocks)]
+        return [StatePiece(row, index, one) for index, one in enumerate(arena_blocks)]
 
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
@@ -278,14 +278,12 @@ class StepsInFlight:
         self._cpu, self._saver, self._stats, self._landed = cpu, saver, stats, landed
         self.by_ticket: dict[int, StepTransfers] = {}
         self._last_ticket = 0
-        self._next_loads: list[Load] = []  # of the step that is being scheduled
-        self._next_pieces: list[StatePiece] = []
+        self._next_loads: list[Load | StatePiece] = []  # of the step that is being scheduled
         self._failed_blocks: list[int] = []  # in HBM
 
-    def add_loads(self, loads: Sequence[Load], pieces: Sequence[StatePiece] = ()) -> None:
-        """Add loads to the next plan, and pieces of a state."""
+    def add_loads(self, loads: Sequence[Load | StatePiece]) -> None:
+        """Add loads to the next plan."""
         self._next_loads += loads
-        self._next_pieces += pieces
 
     def plan(self, spans: Sequence[StepSpan], may_save: bool) -> TransferPlan | None:
         """The loads that were added since the last plan, and where the step's tokens are saved."""
@@ -293,20 +291,21 @@ class StepsInFlight:
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers()
         self._saver.plan(spans, may_save, step.saves)
-        loads, pieces = tuple(self._next_loads), tuple(self._next_pieces)
-        step.loads, self._next_loads, self._next_pieces = (*loads, *pieces), [], []
+        step.loads, self._next_loads = tuple(self._next_loads), []
         if not step.loads and not step.saves.saves:
             del self.by_ticket[ticket]
             return None
-        return TransferPlan(loads, tuple(step.saves.saves), ticket, pieces)
+        loads = tuple(load for load in step.loads if isinstance(load, Load))
+        states = tuple(load for load in step.loads if isinstance(load, StatePiece))
+        return TransferPlan(loads, tuple(step.saves.saves), ticket, states)
 
-    def plan_state(self, request: Tracked, border: int, slot: int) -> TransferPlan | None:
-        """Save the state in a slot, which stands behind so many of a request's blocks; None if it is stored, or cannot
+    def plan_state(self, request: Tracked, border: int, row: int) -> TransferPlan | None:
+        """Save the state in a row, which stands behind so many of a request's blocks; None if it is stored, or cannot
         be. It ends as the saves of a step do.
         """
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers(begun=True)
-        step.saves.state = self._saver.plan_state(request, border, slot, step.saves)
+        step.saves.state = self._saver.plan_state(request, border, row, step.saves)
         if not step.saves.state:
             del self.by_ticket[ticket]
             return None
@@ -323,9 +322,8 @@ class StepsInFlight:
             self._release_loads(step)
             self._end_saves(step, False)
         self._saver.drop_unnamed()
-        self._release(self._next_loads)
-        self._release(self._next_pieces)
-        self._next_loads, self._next_pieces = [], []
+        loads, self._next_loads = self._next_loads, []
+        self._release(loads)
 
     def transferred(self, done: Transferred) -> None:
         if (step := self.by_ticket.get(done.ticket)) is None:  # dropped after it began, but before that was noted

@@ -16,8 +16,7 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer
 from kvstore.stats import Losses
 from kvstore.store.control_plane import KVStore
-from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.parts import DRAIN_S, DiskParts
+from kvstore.store.parts import DRAIN_S, DiskParts, Housekeeper
 from kvstore.store.requests import tracked
 from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
@@ -81,10 +80,10 @@ class TieredConnector:
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int,
-        slot: int | None = None,
+        row: int | None = None,
     ) -> None:  # fmt: skip
         with self.parts.lock:
-            self.parts.store.load(request_id, block_numbers, num_computed_tokens, num_external_tokens, slot)
+            self.parts.store.load(request_id, block_numbers, num_computed_tokens, num_external_tokens, row)
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         with self.parts.lock:
@@ -105,8 +104,8 @@ class TieredConnector:
         with self.parts.lock:
             self.parts.store.extend(request_id, new_ids, new_tokens)
             request, history = self.parts.store.remove(request_id, answer), self.parts.learned.history
-            for num_tokens, slot in states:
-                if request is not None and (plan := self.parts.store.save_state(request, num_tokens, slot)) is not None:
+            for num_tokens, row in states:
+                if request is not None and (plan := self.parts.store.save_state(request, num_tokens, row)) is not None:
                     self.parts.transfer.save_states(plan)
             if request is not None and history is not None:
                 tip = request.chain[-1] if request.chain else None

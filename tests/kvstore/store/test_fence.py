@@ -1,6 +1,6 @@
 """What a fence waits for."""
 
-from kvstore.store.progress import Fence
+from kvstore.store.parts import Fence
 
 
 def test_it_waits_for_what_was_there_and_for_what_becomes_of_it():

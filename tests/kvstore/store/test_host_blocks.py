@@ -12,7 +12,7 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.host_blocks import HostBlocks
-from kvstore.store.progress import Fence
+from kvstore.store.parts import Fence
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.support.store.host import chain, payload
 from tests.support.waiting import TIMEOUT_S, wait_until

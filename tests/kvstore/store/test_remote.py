@@ -11,9 +11,10 @@ from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.spread import SpreadTier
 from kvstore.store import remote
 from kvstore.store.control_plane import choose
+from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import Questions, RemoteBlocks, RemoteSource
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
-from kvstore.store.requests import Prefetcher, Requests
+from kvstore.store.requests import Requests
 from kvstore.store.stored import KNOWN_S, MOST_KNOWN, BelievedContents, Deletions, Identity, StoredBlocks, TierReads
 from kvstore.tiers.work import Asked, WriteDone
 from kvstore.tiers.worker import TierWorker

@@ -8,7 +8,8 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import Matcher, choose
-from kvstore.store.requests import Prefetcher, Requests, Tracked
+from kvstore.store.prefetch import Prefetcher
+from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import Match
 from kvstore.store.stored import Identity, StoreContext, StoredBlocks, TierReads
 from kvstore.tiers.port import ReadJob
