@@ -15,17 +15,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore import Engine
+from kvstore import CacheTiers, Engine
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.service.app import ROUTES
 from kvstore.sessions.store import open_sessions
+from tests.support.engines import greedy
 from tests.support.service.clients import Clients
 from tests.support.service.server_process import ServerProcess, launch, launched, run_command, verify
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
 from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, chat, talking_body
 from tests.support.waiting import wait_until
 
-NUM_ROUNDS, NUM_LONG_ROUNDS = 1, 60
+NUM_ROUNDS, NUM_LONG_ROUNDS, NUM_LONG_HYBRID_ROUNDS = 1, 60, 40
+BLOCK = 16
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SOON = ("--shutdown-timeout", "0.1")
 WITH_SIGHUP = ("env", "--default-signal=HUP")  # also where the tests were started with it ignored
 HELLO = "Hello, I am {}, and my dog is called Rex. What is the name of my dog? And what is my name?"
@@ -153,6 +156,32 @@ def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gi
             known = [content for turn in talk.turns for content in turn]
             assert stored[session_id][: len(known)] == known and len(stored[session_id]) <= len(known) + 2
     assert clients.num_acknowledged > 10
+
+
+def test_a_conversation_with_a_model_that_keeps_states_goes_on_after_every_kill(saved_model, store, request):
+    """On disk, each turn begins with the state behind the one before; what it says is what an engine without tiers
+    below HBM says, which is never killed.
+    """
+    num_rounds = NUM_LONG_HYBRID_ROUNDS if request.config.getoption("--long") else 2
+    model = saved_model("Qwen3_5Text", tokenizer=True, max_position_embeddings=16384)
+    flags = (model, "--dtype", "float32")
+    with Engine(model, CacheTiers("16MiB"), device="cpu", dtype="float32") as known:
+        expected, session_id, before = known.chat("known"), None, 0
+        for number in range(num_rounds):
+            asked = f"And what is {number} and {number}?"
+            with launched(store, *flags) as server:
+                said = chat(server, asked, session_id, **GREEDY)
+                session_id, usage = said["session_id"], said["usage"]
+                assert said["message"]["content"] == expected.send(asked, greedy(24)).text
+                num_own = usage["prompt_tokens"] - before
+                assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] <= num_own + BLOCK
+                before = usage["total_tokens"]
+                server.flush()
+                stream = Stream(server, "/chat", {"session_id": session_id, "message": "More", **LONG})
+                assert stream.next() is not None
+                server.kill()
+                stream.leave()
+    verify(store)
 
 
 def end_while_it_streams(server: ServerProcess, end: Callable[[ServerProcess], None]) -> tuple[str, list[str]]:
