@@ -18,6 +18,7 @@ from kvstore.config import CacheTiers
 from kvstore.disk.opening import OpenDisk, OpeningDisk
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
+from kvstore.errors import ConfigError
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout
@@ -71,6 +72,8 @@ def open_tiered(
         if opening is not None:
             opened.callback(opening.close)
         tiers.check_room(layout.block_bytes, layout.num_state_blocks)
+        if layout.num_state_blocks:
+            check_shared(tiers)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
         num_arena_blocks = max(least_arena_blocks + 2 * layout.num_state_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
@@ -112,6 +115,15 @@ def open_tiered(
         connector = TieredConnector(parts, name)
         opened.pop_all()
     return connector
+
+
+def check_shared(tiers: CacheTiers) -> None:
+    """Raises ConfigError for what is not shared of a model that keeps states."""
+    if tiers.role is not None:
+        raise ConfigError("role", f"{tiers.role}, but the model keeps states beside its KV", "leave it out")
+    if tiers.remote is not None and isinstance(parse_remote_url(tiers.remote), ObjectAddress):
+        value = f"{tiers.remote}, but objects have the KV of a model that keeps states, and not these"
+        raise ConfigError("remote", value, "give a Redis: redis://host")
 
 
 def holdings_of(root_of: Callable[[str], BlockId], on_disk: OpenDisk | None) -> Holdings:

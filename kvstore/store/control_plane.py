@@ -218,7 +218,8 @@ class KVStore:
         """
         size = self.stored.block_size
         border, system = num_tokens // size, request.turn_starts[0] // size if request.turn_starts else 0
-        state = self.stored.with_state(request, border).chain[border:]
+        content = self.stored.with_state(request, border)
+        state = content.chain[border:]
         if self.stored.holds(state[-1]):
             return None
         has_state = (self.stored.holds(state_chain(block_id, 1, size)[0]) for block_id in request.chain[: border - 1])
@@ -229,7 +230,10 @@ class KVStore:
                 self.disk.space.delete(block_ids)
             else:
                 self.cpu.forget(block_ids[0])
-        return self.steps.plan_state(request, border, row)
+        plan = self.steps.plan_state(content, border, row, request.conversation)
+        if plan is not None and self.remote is not None:
+            self.remote.offer_state(content, border)
+        return plan
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """Remove a request that has ended or was preempted, and return it."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from kvstore.blocks.ids import TOKEN_BYTES, BlockId
+from kvstore.blocks.ids import TOKEN_BYTES, BlockId, state_chain
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
@@ -25,7 +25,15 @@ from kvstore.store.parts import Stage
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Tracked
-from kvstore.store.stored import LOST_BY, BelievedContents, Deletions, StoreContext, StoredBlocks, TierReads
+from kvstore.store.stored import (
+    LOST_BY,
+    BelievedContents,
+    ChainContent,
+    Deletions,
+    StoreContext,
+    StoredBlocks,
+    TierReads,
+)
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Chain
 from kvstore.tiers.work import Asked, Done, ReadDone, WriteDone
@@ -93,12 +101,12 @@ class Elsewhere:
 
 
 class Questions:
-    """Which requests and hints wait to hear what is there. always: wait until the question is given up, instead of
-    ANSWER_S.
+    """Which requests and hints wait to hear what is there: of their blocks, and of states behind these. always: wait
+    until the question is given up, instead of ANSWER_S.
     """
 
-    def __init__(self, tier: Believed, clock: Callable[[], float], always: bool) -> None:
-        self._tier, self._clock, self._always = tier, clock, always
+    def __init__(self, tier: Believed, stored: StoredBlocks, clock: Callable[[], float], always: bool) -> None:
+        self._tier, self._stored, self._clock, self._always = tier, stored, clock, always
         self._asking: dict[int, Tracked] = {}
         self._num_left: dict[int, int] = {}  # answers to each question that have not come
         self._due_s: dict[Tracked, float] = {}  # until when each waits for its answer
@@ -108,8 +116,10 @@ class Questions:
         """Ask for a request's chain. Returns whether an answer will come, for which the request waits a little, unless
         another has waited as long in vain.
         """
-        number = next(self._numbers)
-        num = self._tier.ask(number, Chain(request.lineage.root, tuple(request.chain))) if request.chain else 0
+        number, size, ids = next(self._numbers), self._stored.block_size, list(request.chain)
+        if self._stored.num_state_blocks:
+            ids += [state_chain(block_id, 1, size)[0] for block_id in request.chain]
+        num = self._tier.ask(number, Chain(request.lineage.root, tuple(ids))) if ids else 0
         if num:
             self._asking[number], self._num_left[number] = request, num
             wait_s = 0.0 if self._tier.asking_s > ANSWER_S else ANSWER_S
@@ -157,7 +167,7 @@ class RemoteBlocks:
         self._cpu, self._stats, clock = context.cpu, context.stats, context.clock
         self._planner, self._prefetcher = planner, prefetcher
         self._ended: deque[Done] = deque()
-        self.questions = Questions(source.tier, clock, planner.always)
+        self.questions = Questions(source.tier, stored, clock, planner.always)
         self.deletes = Deletions(source.tier, MOST_DELETES)
         self.stores = RemoteStores(source.tier, context.cpu, stored, source.read, context.view, clock)
         self.elsewhere = None
@@ -225,6 +235,11 @@ class RemoteBlocks:
     def offer(self, request: Tracked) -> None:
         """A request has ended: share what is stored of its chain."""
         self.stores.offer(request, request.turn_starts, self.contents.contains)
+
+    def offer_state(self, content: ChainContent, num_blocks: int) -> None:
+        """Share the state behind so many blocks of a chain, which were offered before."""
+        before = frozenset(content.chain[:num_blocks])
+        self.stores.offer(content, (), lambda one: one in before or self.contents.contains(one))
 
     def is_asking(self, request: Tracked, is_next: bool) -> bool:
         """Whether a request waits to hear what is there, or for another server to compute it. is_next: it could be

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Load, Save, StatePiece, TransferPlan, Transferred
 from kvstore.memory.tier import ArenaBlockState, CpuTier
+from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import StepSpan
-from kvstore.store.stored import StoredBlocks
+from kvstore.store.stored import ChainContent, StoredBlocks
 
 MAX_UNSAVED = 1 << 20
 
@@ -187,20 +188,19 @@ class Saver:
         else:  # another request of this step fills the same block
             self._cpu.release(arena_block)
 
-    def plan_state(self, request: Tracked, border: int, row: int, step: SaveStep) -> list[StatePiece]:
-        """Choose arena blocks for the state in a row, which stands behind so many of the request's blocks. All or
-        none.
-        """
-        content = self._stored.with_state(request, border)
+    def plan_state(
+        self, content: ChainContent, border: int, row: int, conversation: Conversation | None, step: SaveStep
+    ) -> list[StatePiece]:
+        """Choose arena blocks for a state: see `StepsInFlight.plan_state`. All or none."""
         arena_blocks = [one for one in (self._cpu.reserve() for _ in content.chain[border:]) if one is not None]
         records = [self._stored.record(content, index) for index in range(border, len(content.chain))]
-        if len(arena_blocks) < len(records) or not self._has_parent(request, border):
+        if len(arena_blocks) < len(records) or not self._stored.holds(content.chain[border - 1]):
             for arena_block in arena_blocks:
                 self._cpu.release(arena_block)
             self._stats.dropped_saves += 1
             return []
         for arena_block, record in zip(arena_blocks, records, strict=True):
-            self._cpu.announce(arena_block, record, request.conversation)
+            self._cpu.announce(arena_block, record, conversation)
         step.complete += arena_blocks
         return [StatePiece(row, index, one) for index, one in enumerate(arena_blocks)]
 
@@ -299,13 +299,15 @@ class StepsInFlight:
         states = tuple(load for load in step.loads if isinstance(load, StatePiece))
         return TransferPlan(loads, tuple(step.saves.saves), ticket, states)
 
-    def plan_state(self, request: Tracked, border: int, row: int) -> TransferPlan | None:
-        """Save the state in a row, which stands behind so many of a request's blocks; None if it is stored, or cannot
-        be. It ends as the saves of a step do.
+    def plan_state(
+        self, content: ChainContent, border: int, row: int, conversation: Conversation | None
+    ) -> TransferPlan | None:
+        """Save the state in a row, which stands behind so many blocks of a chain; None if that cannot be. It ends as
+        the saves of a step do. content: the chain up to there, and the blocks of its state.
         """
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers(begun=True)
-        step.saves.state = self._saver.plan_state(request, border, row, step.saves)
+        step.saves.state = self._saver.plan_state(content, border, row, conversation, step.saves)
         if not step.saves.state:
             del self.by_ticket[ticket]
             return None

@@ -388,11 +388,15 @@ class StoredBlocks:
 
     def restorable(self, content: ChainContent, first: int, end: int) -> ChainContent | None:
         """The longest prefix of a chain that ends in blocks [first, end) and has a state behind it, with that; None if
-        there is none.
+        there is none. Of a state that a believed tier has begun to have, it is thought to have all.
         """
         for border in range(first + len(self.tiers(content.chain, first, end)), first, -1):
-            if self._tier(state_chain(content.chain[border - 1], 1, self.block_size)[0]) is not None:
+            tier = self._tier(state_chain(content.chain[border - 1], 1, self.block_size)[0])
+            if tier is not None:
                 found = self.with_state(content, border)
+                if self._remote is not None and tier == self._remote.name:
+                    for block_id in found.chain[border:]:
+                        self._remote.learn(block_id)
                 if len(self.tiers(found.chain, first, len(found.chain))) == len(found.chain) - first:
                     return found
         return None

@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvstore import Engine, SamplingParams
+from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.engine.model.states import StatePool
 from kvstore.errors import ConfigError
 from tests.support.engines import greedy, open_engine
 from tests.support.models import ARCHITECTURES_WITH_STATES, make_model
+from tests.support.redis_server import wait_for_answers
 
 BLOCK = 16
 CLOSE = 0.01  # of two logits, in standard deviations: a module may compute a step otherwise than a prompt
@@ -81,12 +82,55 @@ def test_a_state_comes_from_the_cpu_tier_once_hbm_has_lost_it(name, saved_model,
     with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk=0) as engine:
         (made,) = engine.generate([PROMPTS[0]], greedy(40))
         history = PROMPTS[0] + made.token_ids + prompt(9, 4)
-        manager = engine.loop.scheduler.manager
-        engine.loop.call(manager.states.forget, list(manager.states._checkpoints))
+        engine.loop.call(engine.loop.scheduler.manager.states.reset)
         (again,) = engine.generate([history], greedy(20))
         engine.check_integrity()
     check_answer(make_model(name), history, again.token_ids)
     assert again.usage.cached_tokens_details.cpu == again.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("path", [None, "store"])
+def test_another_replica_goes_on_with_the_state_that_is_shared(path, saved_model, redis, tmp_path, monkeypatch):
+    wait_for_answers(monkeypatch)
+
+    def replica(number: int) -> Engine:
+        own = {} if path is None else {"disk": "64MiB", "path": tmp_path / f"{number}"}
+        tiers = CacheTiers("4MiB", "8MiB", remote=redis.url, **own)
+        return Engine(saved_model("Qwen3_5Text"), tiers, device="cpu", load="always", dtype="float32")
+
+    with replica(1) as engine:
+        (made,) = engine.generate([PROMPTS[0]], greedy(40))
+        history = PROMPTS[0] + made.token_ids + prompt(9, 4)
+        (warm,) = engine.generate([history], greedy(20))
+        engine.flush()
+        engine.check_integrity()
+    with replica(2) as engine:
+        (again,) = engine.generate([history], greedy(20))
+        engine.check_integrity()
+    assert again.token_ids == warm.token_ids
+    assert again.usage.cached_tokens_details.remote == (len(history) - 5) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("unable", [{"remote": "s3://bucket"}, {"remote": "redis://a", "role": "prefill"}])
+def test_what_cannot_share_states_is_refused(unable, saved_model, fleet):
+    with pytest.raises(ConfigError, match=r"the model keeps states|a model that keeps states"):
+        Engine(saved_model("Qwen3_5Text"), CacheTiers("4MiB", "8MiB", **unable), device="cpu")
+
+
+def test_a_conversation_has_four_states_in_the_tiers_at_most(saved_model, tmp_path):
+    with opened(saved_model("Qwen3_5Text", tokenizer=True), path=tmp_path, cpu="16MiB", disk=0, hbm="8MiB") as engine:
+        chat = engine.chat("red", system="You answer in one word, in the language of the question. " * 2)
+        for _ in range(6):
+            chat.send("And what is that?", greedy(20))
+        engine.check_integrity()
+        layout = engine.loop.runner.model.layout(BLOCK)
+        num_blocks = engine.stats()["cpu"]["cached_blocks"] - len(chat.window.chain)
+        assert 4 * layout.num_state_blocks == num_blocks > 0
+
+
+def test_a_model_whose_state_does_not_fit_below_hbm_is_refused(saved_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"cpu is 20\.0 KiB, but one state of this model needs"):
+        opened(saved_model("Qwen3_5Text"), path=tmp_path, cpu="20KiB")
 
 
 def test_preempted_requests_go_on(saved_model):

@@ -135,7 +135,7 @@ class Contents(BelievedContents):
         self.tier = worker_of(self.shared)
         self.bench = Bench(8)
         super().__init__(self.tier, lambda: self.now_s)
-        self.questions = Questions(self.tier, lambda: self.now_s, always)
+        self.questions = Questions(self.tier, self.bench.stored, lambda: self.now_s, always)
         self.ask, self.is_asking = self.questions.ask, self.questions.is_asking
 
     def hear(self) -> None:
