@@ -127,26 +127,30 @@ class Planner:
             self._prefill.add(num_tokens, seconds)
             self._num_waited = 0
 
-    def should_load(self, num_tokens: int) -> bool:
-        """Whether to load this many tokens from the CPU tier: yes, unless computing saves more than 20 ms and 10 %."""
+    def should_load(self, num_tokens: int, num_state: int = 0) -> bool:
+        """Whether to load this many tokens from the CPU tier: yes, unless computing saves more than 20 ms and 10 %.
+
+        num_state: blocks of a state that are loaded with them.
+        """
         load_s, compute_s = self._load_s, self._compute_s(self.num_prompts)
         if self.always or load_s is None or compute_s is None:
             return True
         num_blocks = num_tokens / self._block_size
-        if not _saves(num_blocks * load_s, num_blocks * compute_s):
+        if not _saves((num_blocks + num_state) * load_s, num_blocks * compute_s):
             return True
         self._num_computed += 1
         return self._num_computed % RETRY_EVERY == 0
 
     def choose(
         self, num_blocks: int, num_unread: int, num_ahead: int = 0, stalled_s: float = 0.0, is_open: bool = False,
-        num_remote: int = 0, num_remote_ahead: int = 0,
+        num_remote: int = 0, num_remote_ahead: int = 0, num_state: int = 0,
     ) -> LoadChoice:  # fmt: skip
         """How to get `num_blocks` stored blocks, of which the first `num_unread` have to come from disk.
 
         num_ahead: blocks of others that are read before. stalled_s: how long the oldest read has been running.
         is_open: the request runs already, computing. Then nobody is kept waiting for its place, and little is enough.
         num_remote: of the unread, that come from the remote tier; num_remote_ahead: of others, read there before.
+        num_state: of the stored, the last ones, which hold a state: all are loaded, or all but these are computed.
         """
         compute_s = self._compute_s(self.num_prompts - is_open)
         if self.always or compute_s is None or not num_unread:
@@ -156,15 +160,15 @@ class Planner:
         # A read that takes long is likely to go on.
         wait_s = num_ahead * self.read_s + num_remote_ahead * self.remote_s + max(0.0, stalled_s - read_s)
         all_load_s = wait_s + num_unread * read_s + num_blocks * load_s
-        all_compute_s = num_blocks * compute_s
+        all_compute_s = (num_blocks - num_state) * compute_s
         meeting = math.ceil((wait_s + num_unread * read_s) / (compute_s + read_s))  # as long computed as read
         num_first = min(num_unread, max(1, meeting))
         steps_s = self._num_steps(num_first) * STEP_TOKENS / self._block_size * compute_s
         both_s = steps_s + num_first * compute_s + (num_blocks - num_first) * load_s
         least_s = LEAST_OPEN_SAVING_S if is_open else LEAST_SAVING_S
-        if not _saves(all_load_s, min(both_s, all_compute_s), least_s):
+        if not _saves(all_load_s, all_compute_s if num_state else min(both_s, all_compute_s), least_s):
             return LoadChoice(Way.LOAD)
-        if _saves(all_compute_s, both_s, least_s):
+        if not num_state and _saves(all_compute_s, both_s, least_s):
             return self._both(num_first)
         return LoadChoice(Way.COMPUTE, num_blocks)
 

@@ -40,16 +40,19 @@ HINT_S = 30.0  # how long blocks that were read on a hint are preferred to other
 
 def choose(request: Tracked, planner: Planner, reads: TierReads | None) -> LoadChoice:
     """How a request should get what it wants. reads: None without a tier below the CPU tier."""
-    if not request.is_exact or reads is None:  # without a disk, only splices or saves are on their way
+    if (
+        request.lineage.splice_index is not None or reads is None
+    ):  # without a disk, only splices or saves are on their way
         return LoadChoice(Way.LOAD)
     wanted, front = request.wanted, request.wanted.front
     num_ahead = reads.num_before(request.rank, reads.exact)
-    unread = wanted.back - front
+    unread, num_state = wanted.back - front, request.num_state_blocks
     if reads.believed is None:
-        return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open)
+        choose = planner.choose
+        return choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, num_state=num_state)
     num_remote = sum(request.tier_at_arrival(index) == reads.believed for index in range(front, wanted.back))
     slow = num_remote, reads.num_before(request.rank, reads.believed)
-    return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, *slow)
+    return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, *slow, num_state)
 
 
 @dataclass(eq=False)
@@ -76,11 +79,10 @@ class Matcher:
             return _MISS
         if self._requests.is_asking(request, True):
             return _PENDING
-        if self._requests.num_state_blocks:
-            border = self._requests.border(request)
-            if border <= first:
+        if self._requests.keeps_states:
+            if request.border <= first:
                 return _MISS
-            end = border + self._requests.num_state_blocks
+            end = request.border + request.num_state_blocks
         is_new, wanted = self._requests.ask(request, first, end), request.wanted
         if wanted.is_ready():
             return self._load(request, first)
@@ -104,10 +106,11 @@ class Matcher:
         """Load everything that it wants: all of that has landed. A state is loaded as a whole."""
         end = request.wanted.end
         if request.restored is not None:
-            end = first if end < len(request.restored.chain) else self._requests.border(request)
+            end = first if end < len(request.restored.chain) else request.border
         num_tokens = (end - first) * self._requests.block_size
         self._requests.join(request)
-        if num_tokens and (not request.is_exact or self._planner.should_load(num_tokens)):
+        is_spliced = request.lineage.splice_index is not None
+        if num_tokens and (is_spliced or self._planner.should_load(num_tokens, request.num_state_blocks)):
             return Match(Lookup.HIT, num_tokens)
         self._requests.cut(request, first)  # the answer must be the same if it asks again
         return _MISS
@@ -139,7 +142,8 @@ class Matcher:
         self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * block_s
         wanted = request.wanted
         is_asked = Wanted(is_asked=True)
-        tail = Tracked(request.chain, request.tokens, request.lineage, request.tenant, wanted=is_asked)
+        whole = request.loads
+        tail = Tracked(whole.chain, whole.tokens, whole.lineage, whole.tenant, wanted=is_asked)
         self._requests.hold(tail, max(wanted.front, wanted.back - TRIED_BLOCKS), wanted.back)
         self._prefetcher.read_as_hint(tail)
 
@@ -190,7 +194,7 @@ class KVStore:
         if self.remote is not None:
             self.remote.arrive(request)
         self.prefetcher.arrive(request)
-        return tuple(request.arrival[: len(request.arrival) and self.requests.border(request) - request.num_hbm_blocks])
+        return tuple(request.arrival[: len(request.arrival) - request.num_state_blocks])
 
     def match(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         """What can be loaded after `num_computed_tokens`, and what to compute meanwhile."""
@@ -311,7 +315,7 @@ class KVStore:
             if self.stored.is_being_saved(block_id):
                 return Loss("being_written", tiers[0])
             request = self.requests.by_id[request_id]
-            if self.stored.num_state_blocks and request.restored is None:
+            if self.requests.keeps_states and request.restored is None:
                 return Loss("no_checkpoint", tiers[0])
             lacks_room = request.lacks_room
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")

@@ -121,7 +121,8 @@ class Prefetcher:
     def _read_ahead(self, request: Tracked) -> None:
         """Read what is better loaded than computed, as far as can be said by now."""
         if not request.wanted.is_begun:
-            end = self._requests.border(request) + self._requests.num_state_blocks
+            whole, size = request.restored, self._requests.block_size
+            end = request.num_loadable(size) if whole is None else len(whole.chain)
             self._requests.hold(request, request.num_hbm_blocks, end)
         self._requests.advance(request, request.wanted.first)
         if request.wanted.front < request.wanted.lowest:  # otherwise all of its reads have begun
@@ -164,7 +165,7 @@ class Prefetcher:
 
     def hint(self, wanted: Tracked) -> None:
         """Read what is only on disk of this chain into arena blocks that nobody waits for."""
-        if self._requests.num_state_blocks and not self._requests.look_again(wanted):
+        if self._requests.keeps_states and not self._requests.look_again(wanted):
             return
         self._requests.hold(wanted, 0, len(wanted.loads.chain))
         room = self._num_arena_blocks_to_fill() - sum(w.num_blocks for w in self.waiting.to_prefetch())

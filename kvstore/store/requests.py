@@ -53,6 +53,7 @@ class Tracked(ChainContent):
     may_load: bool = True
     turn_starts: Sequence[int] = ()  # in tokens
     restored: ChainContent | None = None  # of a model that keeps states: what it can begin with, and the state there
+    num_state_blocks: int = 0  # of these
     was_elsewhere: bool = False  # another server was asked to compute it
     lacks_room: bool = False  # some of what is stored for it found no arena block
     num_hbm_blocks: int = 0  # when it arrived
@@ -77,6 +78,11 @@ class Tracked(ChainContent):
     def loads(self) -> ChainContent:
         """What is loaded for it."""
         return self if self.restored is None else self.restored
+
+    @property
+    def border(self) -> int:
+        """The number of its blocks behind which it can begin with a state; 0: behind none."""
+        return 0 if self.restored is None else len(self.restored.chain) - self.num_state_blocks
 
     def tier_at_arrival(self, index: int) -> str | None:
         """The tier below HBM that had this block; None if none had it."""
@@ -119,7 +125,7 @@ class Requests:
     def __init__(self, cpu: CpuTier, stored: StoredBlocks, reads: TierReads | None, stats: StoreStats) -> None:
         self._cpu, self._stored, self._reads, self._stats = cpu, stored, reads, stats
         self.is_asking: Callable[[Tracked, bool], bool] = lambda *_: False
-        self.block_size, self.num_state_blocks = stored.block_size, stored.num_state_blocks
+        self.block_size, self.keeps_states = stored.block_size, stored.num_state_blocks > 0
         self.by_id: dict[str, Tracked] = {}
 
     def arrive(self, request: Tracked, num_hbm_blocks: int) -> None:
@@ -134,19 +140,14 @@ class Requests:
     def look_again(self, request: Tracked) -> bool:
         """Check whether more of its blocks are known to be stored by now. Reads that have begun stay as they are."""
         first, end = request.num_hbm_blocks + len(request.arrival), request.num_loadable(self.block_size)
-        if self.num_state_blocks:
+        if self.keeps_states:
             if request.arrival or (restored := self._stored.restorable(request, first, end)) is None:
                 return False
             request.restored, end = restored, len(restored.chain)
+            request.num_state_blocks = self._stored.num_state_blocks
         found = self._stored.tiers(request.loads.chain, first, end)
         request.arrival += found
         return bool(found)
-
-    def border(self, request: Tracked) -> int:
-        """The number of blocks of its own, not of its state, that may be loaded for it, or are in HBM before those."""
-        if not self.num_state_blocks:
-            return request.num_loadable(self.block_size)
-        return 0 if request.restored is None else len(request.restored.chain) - self.num_state_blocks
 
     def hold(self, request: Tracked, first: int, end: int) -> None:
         """Hold its blocks from `first` on that the CPU tier has, as far as they are stored. Reads nothing."""
@@ -293,7 +294,7 @@ class Requests:
 
     def hand_out_state(self, request: Tracked, row: int) -> list[StatePiece]:
         """The same of the state behind its blocks, before these are handed out."""
-        wanted, border = request.wanted, self.border(request)
+        wanted, border = request.wanted, request.border
         pieces = [StatePiece(row, i - border, wanted.arena_blocks.pop(i)) for i in range(border, wanted.end)]
         wanted.read_ahead.difference_update(range(border, wanted.end))
         self.cut(request, border)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.tiers.port import Keeps, ReadJob, WriteBatch
 from kvstore.tiers.work import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
-from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool
+from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool, state_content
 
+NUM_STATE_ROWS = 14
 PAGE_BYTES = 16
 
 
@@ -311,8 +313,9 @@ class Transfers:
         self.failed_blocks: set[int] = set()  # of this step
         self.num_landing = 0
         self._landed_s = 0.0
+        self.states = [0] * NUM_STATE_ROWS  # of the engine, each the key of the last token that it has seen
 
-    def register(self, caches: object) -> None:
+    def register(self, caches: object, states: object = None) -> None:
         """Never called: there is no HBM."""
 
     @property
@@ -333,10 +336,16 @@ class Transfers:
             state = self.cpu().state(load.arena_block)
             assert state is ArenaBlockState.READY, f"a load of an arena block that is {state}"
             self.arena.begin(load.arena_block, "load")
+        for piece in plan.states:
+            assert plan.loads and self.cpu().state(piece.arena_block) is ArenaBlockState.READY, (
+                "a state that is not there"
+            )
+            self.arena.begin(piece.arena_block, "load")
         for arena_block in {save.arena_block for save in plan.saves}:
             self.arena.begin(arena_block, "save")
         self._loads_end_s = self.clock.now_s + len(plan.loads) * self.block_s if plan.loads else None
-        self.counts["loads planned"] += len(plan.loads)
+        self.counts["loads planned"] += len(plan.loads) + len(plan.states)
+        self.counts["states planned"] += len(plan.states)
 
     def wait_for_layer(self, layer: int) -> None:
         """The whole model is one layer."""
@@ -355,9 +364,19 @@ class Transfers:
                 content = GARBAGE * (len(content) // TOKEN_BYTES)
             self.pool().contents[load.block_number][:] = content
             self.arena.end(load.arena_block, "load")
+        for piece in self._plan.states:
+            record = self.cpu().record(piece.arena_block)
+            assert (
+                record is not None and self.arena.content(piece.arena_block) == self.arena.book.blocks[record.block_id]
+            )
+            key, index = struct.unpack("<QQ", self.arena.content(piece.arena_block)[: 2 * TOKEN_BYTES])
+            assert index == piece.index, "a state whose parts are in another order"
+            self.states[piece.row] = 0 if has_failed else key
+            self.arena.end(piece.arena_block, "load")
         num_bytes = len(self._plan.loads) * self.arena.size
         self._done.append(Transferred(self._plan.ticket, True, not has_failed, num_bytes, self.clock.now_s - began_s))
-        self.counts["loads failed" if has_failed else "loads landed"] += len(self._plan.loads)
+        num_loads = len(self._plan.loads) + len(self._plan.states)
+        self.counts["loads failed" if has_failed else "loads landed"] += num_loads
 
     def save_layer(self, layer: int, tokens: bytes, _: None) -> None:
         """tokens: KV of the step's tokens, side by side."""
@@ -372,8 +391,27 @@ class Transfers:
             return
         has_failed = not self.weather.quiet and self.rng.random() < self.faults.failed_saves
         tokens, starts, is_sound = self._tokens, self._row_starts, succeeded and not has_failed
+        self._land_later(lambda: self._land(plan, starts, tokens, is_sound))
+
+    def save_states(self, plan: TransferPlan) -> None:
+        """The rows may be written again at once."""
+        is_sound = self.weather.quiet or self.rng.random() >= self.faults.failed_saves
+        contents = [state_content(self.states[one.row], one.index, self.arena.size) for one in plan.states]
+        for piece in plan.states:
+            self.arena.begin(piece.arena_block, "save")
+        self.counts["states saved"] += 1
+
+        def land() -> None:
+            for piece, content in zip(plan.states, contents, strict=True):
+                self.arena.view(piece.arena_block)[:] = content if is_sound else bytes(self.arena.size)
+                self.arena.movers[piece.arena_block] = "save"
+                self.arena.end(piece.arena_block, "save")
+            self._has_landed(plan, is_sound)
+
+        self._land_later(land)
+
+    def _land_later(self, land: Callable[[], None]) -> None:
         self.num_landing += 1
-        land = lambda: self._land(plan, starts, tokens, is_sound)  # noqa: E731
         self._landed_s = max(self._landed_s, self.clock.now_s + self.rng.choice([0.0, 0.0, 0.0, 0.001, 0.01, 0.1]))
         if self._landed_s <= self.clock.now_s and self.num_landing == 1:
             land()
@@ -391,6 +429,9 @@ class Transfers:
             self.arena.movers[save.arena_block] = "save"
         for arena_block in {save.arena_block for save in plan.saves}:
             self.arena.end(arena_block, "save")
+        self._has_landed(plan, is_sound)
+
+    def _has_landed(self, plan: TransferPlan, is_sound: bool) -> None:
         self.num_landing -= 1
         self._done.append(Transferred(plan.ticket, False, is_sound))
         self.counts["saves failed"] += not is_sound

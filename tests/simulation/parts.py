@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, state_chain
 from kvstore.blocks.pool import BlockPool
 from kvstore.engine.core.request import Request
 from kvstore.memory.tier import CpuTier
@@ -106,15 +106,25 @@ def next_key(key: int, token: int) -> int:
     return (key * 1_000_003 + token + 1) % (2**61 - 1)
 
 
+def key_after(content: bytes | bytearray) -> int:
+    """The key of its last token."""
+    return int.from_bytes(content[-TOKEN_BYTES:], "little")
+
+
 def next_token(key: int, choice: int = 0) -> int:
     return (key // 7 + choice * 31) % VOCABULARY
 
 
-class Book:
-    """The content of every block that was ever named, and of every request."""
+def state_content(key: int, index: int, num_bytes: int) -> bytes:
+    """What a part of the state after a token with this key is stored as."""
+    return struct.pack("<QQ", key, index) * (num_bytes // (2 * TOKEN_BYTES))
 
-    def __init__(self, block_size: int) -> None:
-        self.block_bytes = block_size * TOKEN_BYTES
+
+class Book:
+    """The content of every block that was ever named, and of every request. num_state_blocks: that a state takes."""
+
+    def __init__(self, block_size: int, num_state_blocks: int = 0) -> None:
+        self.block_bytes, self.num_state_blocks = block_size * TOKEN_BYTES, num_state_blocks
         self.blocks: dict[BlockId, bytes] = {}
         self.parents: dict[BlockId, BlockId] = {}
         self.num_names: Counter[bytes] = Counter()  # ids of one content: a splice gives it another
@@ -154,6 +164,13 @@ class Book:
         for index in range(first, len(request.chain)):
             content = bytes(keys[index * self.block_bytes : (index + 1) * self.block_bytes])
             self.name(request.chain[index], request.lineage.parent(request.chain, index), content)
+            self._name_state(request.chain[index], key_after(content))
+
+    def _name_state(self, block_id: BlockId, key: int) -> None:
+        parent_id = block_id
+        for index, one in enumerate(state_chain(block_id, self.num_state_blocks, self.block_bytes // TOKEN_BYTES)):
+            self.name(one, parent_id, state_content(key, index, self.block_bytes))
+            parent_id = one
 
     def close(self, request: Request) -> None:
         self._stories.pop(request.request_id, None)

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,10 +26,21 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
+from kvstore.engine.core.state_slots import StateSlots
 from kvstore.engine.core.step_loop import StepResult, Steps
-from kvstore.store import assembly, history, housekeeping, progress, tiered
+from kvstore.store import assembly, history, parts, tiered
 from tests.simulation import checks
-from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, WatchedWorker, Weather
+from tests.simulation.configs import CONFIGS, Config
+from tests.simulation.disk import (
+    NUM_STATE_ROWS,
+    PAGE_BYTES,
+    Disk,
+    InjectedError,
+    Platter,
+    Transfers,
+    WatchedWorker,
+    Weather,
+)
 from tests.simulation.parts import START_S, Arena, Book, Clock, Condition, Thread, WatchedCpu, WatchedPool
 from tests.simulation.people import People
 from tests.simulation.runner import Account, Runner
@@ -37,61 +48,6 @@ from tests.simulation.runner import Account, Runner
 HOUR_S = 3600.0
 IDLE_WAIT_S = 0.02
 NUM_EVENTS_KEPT = 20
-NO_FAULTS = Faults()
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """One engine with its tiers, its machine and its visitors. cpu_blocks, disk_blocks: 0 switches a tier off."""
-
-    name: str = "plain"
-    block_size: int = 4
-    hbm_blocks: int = 80
-    cpu_blocks: int = 160
-    disk_blocks: int = 800
-    seqs: int = 4
-    budget: int = 48
-    window: int = 200
-    policy: str = "fcfs"
-    eviction: str = "auto"
-    load: str = "auto"
-    hours: float = 12.0
-    talks: int = 14
-    step_s: float = 0.01
-    token_s: float = 0.001  # of computing one
-    read_s: float = 0.004  # of one block from disk
-    load_s: float = 0.0005  # of one block into HBM
-    max_queued_bytes: int = 4096
-    limit_blocks: int | None = None  # on disk, of each tenant
-    longest_wait_s: float = 120.0  # of a request, when nothing fails
-    runs_ahead: bool = False  # as a device does; answers then end at some tokens, too, which are seen late
-    faults: Faults = NO_FAULTS
-
-
-SOME = Faults(slow_reads=0.1, failed_reads=0.01, rotten=0.01, failed_writes=0.05, failed_loads=0.03, failed_saves=0.03)
-ALL = Faults(
-    slow_reads=0.15, hung_reads=0.002, failed_reads=0.02, rotten=0.02, failed_writes=0.1, broken_disk=0.001,
-    failed_loads=0.05, failed_saves=0.05, full_queue=0.1, failed_steps=0.004, crashes_per_day=4.0, restarts_per_day=4.0,
-)  # fmt: skip
-CONFIGS = (
-    Config("plain"),
-    Config("queue", policy="priority", talks=36, seqs=3, hbm_blocks=64, cpu_blocks=96, disk_blocks=1500, hours=10.0),
-    Config("restarts", faults=Faults(crashes_per_day=5.0, restarts_per_day=5.0)),
-    Config("slow-disk", read_s=0.05, faults=Faults(slow_reads=0.2, hung_reads=0.002)),
-    Config("bad-disk", faults=Faults(failed_reads=0.05, rotten=0.05, failed_writes=0.2, broken_disk=0.005)),
-    Config("bad-transfers", faults=Faults(failed_loads=0.1, failed_saves=0.1, full_queue=0.2)),
-    Config("bad-steps", faults=Faults(failed_steps=0.02)),
-    Config("tiny-cpu", cpu_blocks=12, eviction="lru", hbm_blocks=60, faults=SOME),
-    Config("tiny-disk", disk_blocks=70, eviction="return", faults=SOME),
-    Config("no-disk", disk_blocks=0, cpu_blocks=90, policy="priority"),
-    Config("staging", cpu_blocks=0, eviction="fifo", faults=SOME),
-    Config("limit", limit_blocks=40, hbm_blocks=60, cpu_blocks=60, disk_blocks=300),
-    Config("limit-faults", limit_blocks=30, cpu_blocks=60, disk_blocks=120, faults=SOME),
-    Config("always", load="always", block_size=8, faults=SOME),
-    Config("everything", policy="priority", cpu_blocks=100, disk_blocks=400, faults=ALL),
-    Config("ahead", runs_ahead=True, hours=10.0),
-    Config("ahead-faults", runs_ahead=True, cpu_blocks=100, disk_blocks=400, faults=ALL),
-)
 
 
 class Simulation:
@@ -100,7 +56,7 @@ class Simulation:
     def __init__(self, config: Config, seed: int) -> None:
         self.config, self.seed = config, seed
         self.rng = random.Random(f"{config.name} {seed}")
-        self.clock, self.book = Clock(), Book(config.block_size)
+        self.clock, self.book = Clock(), Book(config.block_size, config.state_blocks)
         self.weather = Weather(self.clock, f"{config.name} {seed}")
         self.platter = Platter()
         self.counts: Counter[str] = Counter()  # of the whole run
@@ -125,19 +81,19 @@ class Simulation:
             RLock=nullcontext, Condition=lambda *_: Condition(clock), Thread=Thread, current_thread=lambda: None
         )
         self.directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
-        parts = {
+        stand_ins = {
             "Arena": self._make_arena, "CpuTier": self._make_cpu, "TierWorker": self._make_io,
             "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
         time, threading = {"time": clock.module}, {"threading": threads}
         virtual = {
-            assembly: parts, progress: time | threading, housekeeping: time | threading, history: time, tiered: time,
+            assembly: stand_ins, parts: time | threading, history: time, tiered: time,
             "kvstore.store.write_back": {"PAGE_BYTES": PAGE_BYTES, "MAX_QUEUED_BYTES": self.config.max_queued_bytes},
             "kvstore.policy.planner": {"ASSUMED_READ_RATE": self.book.block_bytes / 0.005, "LEAST_CHUNK_TOKENS": 16},
             "os": {"urandom": lambda count: b"s" * count},
         }  # fmt: skip
-        for module, stand_ins in virtual.items():
-            stack.enter_context(mock.patch.multiple(module, **stand_ins))
+        for module, those in virtual.items():
+            stack.enter_context(mock.patch.multiple(module, **those))
         return stack
 
     def _make_arena(self, layout, num_arena_blocks, pin, is_shared) -> Arena:
@@ -175,7 +131,10 @@ class Simulation:
             disk_per_tenant=self.limit_bytes,
         )  # fmt: skip
         dtype = SimpleNamespace(itemsize=2)
-        layout = SimpleNamespace(block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype)
+        layout = SimpleNamespace(
+            block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype,
+            num_state_blocks=config.state_blocks,
+        )  # fmt: skip
         least_arena_blocks = 2 * config.seqs + -(-config.window // config.block_size)
         self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_arena_blocks,
@@ -184,13 +143,14 @@ class Simulation:
         self.store = self.connector.parts.store
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
         limits = SchedulerConfig(config.window, config.block_size, config.seqs, config.budget, config.policy)
-        self.scheduler = Scheduler(limits, KVCacheManager(self.pool, config.block_size), self.connector)
+        states = StateSlots(NUM_STATE_ROWS) if config.state_blocks else None
+        self.scheduler = Scheduler(limits, KVCacheManager(self.pool, config.block_size, None, states), self.connector)
         self.runner = Runner(self)
         self.steps = Steps(self.scheduler, self.runner, config.runs_ahead)
         self._watch_plan()
         self._unsettled_since_s = self.clock.now_s
         take = self.connector.update_state_after_alloc
-        self.connector.update_state_after_alloc = lambda *given: self._taken(given[3]) or take(*given)
+        self.connector.update_state_after_alloc = lambda *given: self._taken(*given[3:]) or take(*given)
         self._watch_orders()
 
     @property
@@ -227,8 +187,9 @@ class Simulation:
         self.counts.update(self.counts_of_store)
         self.counts_of_store.clear()
 
-    def _taken(self, num_tokens: int) -> None:
+    def _taken(self, num_tokens: int, row: int | None) -> None:
         self.counts_of_store["loads taken"] += num_tokens // self.config.block_size
+        self.counts_of_store["states taken"] += 0 if row is None else self.config.state_blocks
 
     def _watch_orders(self) -> None:
         checks.watch_order(self, self.pool.tree, self.pool.block_id)

@@ -12,7 +12,7 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.store.seam import Prefilled
-from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_key, next_token
+from tests.simulation.parts import GARBAGE, TOKEN_BYTES, key_after, next_key, next_token, state_content
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -82,6 +82,9 @@ class Runner:
             assert row.request.request_id not in self.rows and list(row.token_ids) == row.request.token_ids
             self.rows[row.request.request_id] = list(row.block_numbers)
         self._apply_allocations(output)
+        states, plan = sim.transfers.states, output.states
+        for source, row in plan.before if plan is not None else ():
+            states[row] = states[source]
         if not output.scheduled:
             return []
         starts, num_tokens = [], 0
@@ -99,8 +102,15 @@ class Runner:
             request = sim.scheduler.roster.requests[step.request_id]
             part = self._compute(request, step.num_computed_tokens, step.num_tokens, size)
             parts.append(part)
+            if plan is not None:
+                row, before = plan.slots[step.request_id], self._key_before(request, step.num_computed_tokens)
+                is_sound = before in (None, states[row]) or part.startswith(GARBAGE)
+                assert is_sound, f"{request.request_id} goes on from another state"
+                states[row] = key_after(part)
             key = int.from_bytes(part[-TOKEN_BYTES:], "little")
             sampled.append([next_token(key, choice) for choice in range(step.num_samples)])
+        for source, row in plan.after if plan is not None else ():
+            states[row] = states[source]
         sim.clock.advance(sim.config.step_s + num_tokens * sim.config.token_s)
         sim.may_fail("computed")
         sim.connector.save_kv_layer(0, b"".join(parts), None)
@@ -109,6 +119,10 @@ class Runner:
         if 2 * num_prefill > num_tokens and not (output.plan and output.plan.loads):
             self.prefilled.append(Prefilled(num_prefill, sim.clock.now_s - began_s))
         return sampled
+
+    def _key_before(self, request: Request, first: int) -> int | None:
+        """What the state has seen last before this token; None: there is no state."""
+        return key_after(self.sim.book.story(request)[: first * TOKEN_BYTES]) if first else None
 
     def _apply_allocations(self, output: SchedulerOutput) -> None:
         copies = []
@@ -153,5 +167,7 @@ class Runner:
         if sim.forgotten:  # the last block may have no id yet
             touched = range(first // size, (first + num_tokens - 1) // size + 1)
             anew = {bytes(story[index * width : (index + 1) * width]) for index in touched}
+            states = range(sim.book.num_state_blocks)
+            anew |= {state_content(key_after(one), index, width) for one in anew for index in states}
             sim.forgotten -= {one for one in sim.forgotten if sim.book.blocks[one] in anew}
         return part

@@ -16,8 +16,10 @@ import pytest
 
 from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.records import ReadResult
+from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import CachedCount, Request
 from kvstore.engine.core.scheduler import Roster
+from kvstore.engine.core.state_slots import StateSlots
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
 from kvstore.store.requests import Requests
@@ -25,7 +27,8 @@ from kvstore.store.saving import StepsInFlight
 from kvstore.store.write_back import DiskSpace, WriteBack
 from kvstore.tiers.work import WriteDone
 from kvstore.tiers.worker import TierWorker
-from tests.simulation.run import CONFIGS, Simulation
+from tests.simulation.configs import CONFIGS
+from tests.simulation.run import Simulation
 
 NUM_LONG_SEEDS, LONG_HOURS = 40, 72.0
 MORE = ("queue", "restarts", "bad-disk", "tiny-cpu", "tiny-disk", "everything", "everything")
@@ -42,7 +45,7 @@ REACHED = (
     "spliced", "victims while somebody waits", "write error: broken", "write error: i/o error",
     "write error: map full", "prefetched", "prefetch hits", "writes dropped", "injected: scheduled", "injected: plan",
     "injected: reserve", "injected: began", "injected: computed", "injected: executed",
-    "writes refused", "ran ahead", "computed for nothing",
+    "states planned", "states saved", "writes refused", "ran ahead", "computed for nothing",
 )  # fmt: skip
 
 reached: Counter[str] = Counter()
@@ -226,6 +229,25 @@ def quarantine_that_keeps_orphans():
     return {(DiskSpace, "begin_anew"): lambda _: lambda self: self._contents.begin_anew()}
 
 
+def hit_behind_which_there_is_no_state():
+    return {(KVCacheManager, "up_to_checkpoint"): lambda _: lambda self, request, hits: hits}
+
+
+def state_that_is_saved_from_another_row():
+    def another(slot_of):
+        def slot(self, block_id):
+            found = slot_of(self, block_id)
+            return None if found is None else (found + 1) % self.num_slots
+
+        return slot
+
+    return {(StateSlots, "slot_of"): another}
+
+
+def state_that_is_loaded_in_part():
+    return {(Requests, "hand_out_state"): lambda hand_out: lambda self, *given: hand_out(self, *given)[1:]}
+
+
 # The bug, the configuration that is to find it, and what is to be said of it.
 PLANTS: list[tuple[Plant, str, str]] = [
     (load_of_a_wrong_arena_block, "plain", "a load of another block"),
@@ -247,6 +269,9 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (request_that_keeps_its_arena_blocks, "queue", "arena blocks are held while nothing runs"),
     (choices_that_keep_a_splice, "bad-disk", "another history"),
     (quarantine_that_keeps_orphans, "bad-disk", "lost its parent"),
+    (hit_behind_which_there_is_no_state, "states", "goes on from another state|KeyError"),
+    (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
+    (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
 ]
 
 

@@ -245,6 +245,8 @@ class ModelRunner:
         sampled = self._go_on_unread()
         self._update_rows(output)
         copies = self.batch.apply_allocations(output.scheduled)
+        if self.states is not None and output.states is not None:  # before others are loaded to where these are
+            self.states.copy(output.states.before)
         if not output.scheduled:
             return Launched(())
         inputs = self.batch.build(output.scheduled)
@@ -405,7 +407,6 @@ class ModelRunner:
     def _states(self, inputs: StepInputs, output: SchedulerOutput) -> StepStates | None:
         if self.states is None or output.states is None:
             return None
-        self.states.copy(output.states.before)
         starts, chunks = inputs.query_start.tolist(), []
         for number, index in enumerate(inputs.order.tolist()):
             step = output.scheduled[index]

@@ -98,6 +98,15 @@ def test_what_comes_from_the_remote_tier_is_weighed_by_its_own_rate(remote_s, wa
     assert made.choose(1000, 1000).way is Way.LOAD, "from disk"
 
 
+def test_a_state_is_loaded_with_its_blocks_or_they_are_computed_without_it():
+    made = with_disk(0.003, 0.01)
+    assert made.choose(100, 100, num_state=50).way is Way.LOAD, "0.3 s against 0.5"
+    assert made.choose(100, 100, num_state=90) == LoadChoice(Way.COMPUTE, 100), "against 0.1"
+    assert made.choose(100, 100, num_ahead=30, num_state=60).way is Way.LOAD, "level; nothing is loaded in part"
+    assert planner(1e6, 5000).should_load(1000, num_state=0)
+    assert not planner(1e6, 5000).should_load(1000, num_state=1000)
+
+
 def test_prompts_that_are_computed_at_the_same_time_share_the_rate():
     made = with_disk(0.01, 0.01)
     made.num_prompts = 1

@@ -331,7 +331,7 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.bench = Bench(self.rng.choice([6, 20, 70]), *self.rng.choice([(0.01, 0.01), (None, None), (0.5, 0.01)]))
-        self.bench.planner.should_load = lambda num_tokens: True
+        self.bench.planner.should_load = lambda num_tokens, num_state=0: True
         self.stems = [self.bench.request(self.rng.randrange(1, 40)) for _ in range(4)]
         self.waiting: list[Tracked] = []
         self.running: list[tuple[Tracked, int, int | None]] = []  # and its frontier, and where it asks again
