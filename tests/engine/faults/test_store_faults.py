@@ -210,7 +210,11 @@ def test_invariant_7_a_full_file_system_makes_do_then_degrades_and_recovers(mode
 
 
 # -- failing and damaged -----------------------------------------------------------------------------------------------
-def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_answer(model, store, plain):
+@pytest.mark.parametrize("name", ["Llama", "Qwen3_5Text"])
+def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_answer(name, saved_model, store):
+    """Of KV, and of states, of which a part alone is of no use."""
+    model = saved_model(name, **MODEL)
+    plain = Plain(model)
     prompts = [tokens(seed, 100) for seed in range(10, 22)]
     with open_engine(model, store) as engine:
         for prompt in prompts:
@@ -234,6 +238,7 @@ def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_a
         evict_memory(engine)
         for prompt in prompts:
             assert sum(cached(ask(engine, [*prompt, 2], 2))) == 96
+    plain.engine.close()
 
 
 def test_a_data_file_of_garbage_is_set_aside_and_sessions_stay(model, store, plain):
