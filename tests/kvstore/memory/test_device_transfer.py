@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvstore.blocks.records import TransferPlan
+from kvstore.blocks.records import StatePiece, TransferPlan
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.streams import CudaStreams, Queue
 from tests.support.arenas import HEAD_DIM, LOADS, NUM_KV_HEADS, NUM_LAYERS, ROW_STARTS, SAVES, SmallArena
@@ -17,6 +17,7 @@ from tests.support.simulated_streams import SimulatedStreams
 from tests.support.waiting import TIMEOUT_S
 
 PACE = Pace(layers_ahead=1)  # so that of three layers the last is launched in the middle of the forward
+PIECES = (StatePiece(1, 0, 6), StatePiece(1, 1, 3))
 EACH_LAYER = Pace(layers_ahead=1, group_bytes=1)
 
 
@@ -89,6 +90,19 @@ def part():
     streams.close()
 
 
+def states_of(part):
+    """Two states, each of one and a half blocks."""
+    states = torch.arange(2 * 3 * part.arena.layout.block_bytes // 2, dtype=torch.int64).to(torch.uint8).view(2, -1)
+    part.transfer.register(part.caches, states)
+    return states
+
+
+def whole(part, states):
+    """What is stored of the second one."""
+    size = part.arena.layout.block_bytes
+    return torch.cat([states[1], torch.zeros(size // 2, dtype=torch.uint8)]).view(2, size)
+
+
 # -- what waits for what ---------------------------------------------------------------------------------------------
 def test_every_wait_of_a_step_stands_where_it_must(tape):
     tape.begin()
@@ -102,6 +116,29 @@ def test_every_wait_of_a_step_stands_where_it_must(tape):
     tape.transfer.end()
     save = ["record compute", "save waits for compute", "launch save", "record save"]
     assert tape.streams.log == [*save, "record save", "record load", "compute waits for load"]
+
+
+def test_what_could_change_a_state_waits_until_it_is_saved_and_what_needs_it_until_it_is_loaded(tape):
+    states = states_of(tape)
+    tape.streams.log.clear()
+    tape.transfer.save_states(TransferPlan(ticket=5, states=PIECES))
+    save = ["record compute", "save waits for compute", "launch save", "record save", "compute waits for save"]
+    assert tape.streams.log == save and tape.outcomes() == {"save": True}
+    assert torch.equal(tape.arena.rows[[6, 3]], whole(tape, states)), "nothing is left of what was there"
+    tape.streams.log.clear()
+    tape.transfer.begin(TransferPlan(LOADS, (), 6, (StatePiece(0, 0, 6), StatePiece(0, 1, 3))), ROW_STARTS)
+    state = ["launch load", "record load", "compute waits for load"]
+    assert tape.streams.log[:6] == ["record compute", "load waits for compute", "record load", *state]
+    assert torch.equal(states[0], states[1])
+
+
+def test_a_state_that_cannot_be_saved_is_told(part):
+    states_of(part)
+    failing(part.streams, Queue.SAVE, 0)
+    part.transfer.save_states(TransferPlan(ticket=5, states=PIECES))
+    assert part.settled(1) == {"save": False}
+    part.transfer.save_states(TransferPlan(ticket=6, states=PIECES))
+    assert part.settled(1) == {"save": True}
 
 
 def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape):
