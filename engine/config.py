@@ -124,6 +124,10 @@ class EngineConfig:
     tool_call_parser: str | None = setting(
         None, PLACE, "how the model writes calls of tools, by vLLM's name, such as hermes", shown="as its template says"
     )
+    state_dtype: str = setting(
+        "auto", one_of("auto", "bfloat16"),
+        "how the states of linear attention and Mamba are stored below HBM: auto, as they are; bfloat16 halves them",
+    )  # fmt: skip
     # Of one of several engines behind one front, which `client.opening` sets: no flags.
     data_parallel_size: int = setting(1, ENGINES)
     data_parallel_rank: int = 0

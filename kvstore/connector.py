@@ -17,7 +17,7 @@ from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, States
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LookAhead
 from kvstore.policy.policies import Steering
@@ -101,11 +101,11 @@ class KVConnector(Protocol):
 
     # -- worker side -----------------------------------------------------------------------------------------------
     def register_kv_caches(
-        self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None
+        self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: States | None = None
     ) -> None:
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]. Called once.
 
-        states: of a model that keeps some, [num_rows, num_bytes] uint8.
+        states: of a model that keeps some.
         """
         return
 

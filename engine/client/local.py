@@ -96,6 +96,9 @@ def open_model(
         begin(PROBE)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
         has_graphs = has_graphs and model.spec.state is None
+        if model.spec.state is not None and config.state_dtype != "auto":
+            state = replace(model.spec.state, stored_dtype=getattr(torch, config.state_dtype))
+            model.spec = replace(model.spec, state=state)
         num_blocks, num_slots = num_hbm_blocks(
             model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes
         )

@@ -255,7 +255,7 @@ class PositionFreeModel:
         heads = None if group is None else part_of(spec.num_kv_heads, group.rank, group.size, "KV heads")
         layers = None if spec.own_layers is None else slice(spec.own_layers.start, spec.own_layers.stop)
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size)
-        state_bytes = 0 if spec.state is None else spec.state.num_bytes
+        state_bytes = 0 if spec.state is None else spec.state.stored.num_bytes
         return KVLayout(*shape, spec.dtype, self.rotations, heads, layers, state_bytes)
 
     def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:

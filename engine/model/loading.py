@@ -220,7 +220,7 @@ def fingerprint(model: PositionFreeModel, digest: str, block_size: int) -> str:
         "config": _plain(model.network.config.to_dict()),
         "weights": digest,
         "frequencies": _frequencies(model.network),
-        **({} if spec.state is None else {"state": [str(part) for part in spec.state.parts]}),
+        **({} if spec.state is None else {"state": [str(part) for part in spec.state.stored.parts]}),
         "rotations": [None if rotation is None else _describe(rotation) for rotation in model.rotations],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

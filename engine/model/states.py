@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,13 +42,24 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state of one request."""
+    """The state of one request. stored_dtype: of what is float32 in it, below HBM; None: the same."""
 
     parts: tuple[StatePart, ...]
+    stored_dtype: torch.dtype | None = None
 
     @property
     def num_bytes(self) -> int:
         return _aligned(self.parts[-1].end)
+
+    @property
+    def stored(self) -> StateSpec:
+        """The state as it is stored."""
+        parts, start = list[StatePart](), 0
+        for part in self.parts:
+            is_changed = self.stored_dtype is not None and part.dtype == torch.float32
+            parts.append(replace(part, start=start, dtype=self.stored_dtype if is_changed else part.dtype))
+            start = _aligned(parts[-1].end)
+        return StateSpec(tuple(parts))
 
 
 class StatePool:
@@ -58,8 +69,23 @@ class StatePool:
         self.rows = torch.zeros(num_slots, spec.num_bytes, dtype=torch.uint8, device=device)
         self.tensors: dict[int, list[tuple[StatePart, Tensor]]] = {}  # by layer; [num_slots, *shape]
         for part in spec.parts:
-            tensor = self.rows[:, part.start : part.end].view(part.dtype).unflatten(1, part.shape)
-            self.tensors.setdefault(part.layer, []).append((part, tensor))
+            self.tensors.setdefault(part.layer, []).append((part, _part_of(self.rows, part)))
+        self._spec, self._stored = spec, spec.stored
+
+    def packed(self, slot: int) -> Tensor:
+        """The state as it is stored, [num_bytes] uint8: its own memory, unless it is stored in another dtype."""
+        if self._spec.stored_dtype is None:
+            return self.rows[slot]
+        packed = torch.zeros(self._stored.num_bytes, dtype=torch.uint8, device=self.rows.device)
+        for part, stored in zip(self._spec.parts, self._stored.parts, strict=True):
+            _part_of(packed, stored).copy_(_part_of(self.rows[slot], part))
+        return packed
+
+    def unpack(self, slot: int, packed: Tensor) -> None:
+        """Take in what `packed` gave, after it was overwritten with a stored state."""
+        if self._spec.stored_dtype is not None:
+            for part, stored in zip(self._spec.parts, self._stored.parts, strict=True):
+                _part_of(self.rows[slot], part).copy_(_part_of(packed, stored))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states, one after the other: (source, destination)."""
@@ -201,6 +227,11 @@ def observe_states(network: Any, token_ids: Tensor, positions: Tensor) -> tuple[
                     parts.append(StatePart(number, kind, index, tuple(tensor.shape[1:]), tensor.dtype, start))
                     start = _aligned(parts[-1].end)
     return StateSpec(tuple(parts)), {number: modules[-1] for number, modules in spy.mixers.items()}
+
+
+def _part_of(rows: Tensor, part: StatePart) -> Tensor:
+    """This part of states, [..., num_bytes] -> [..., *shape]."""
+    return rows[..., part.start : part.end].view(part.dtype).unflatten(-1, part.shape)
 
 
 def _aligned(num_bytes: int) -> int:

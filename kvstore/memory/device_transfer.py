@@ -29,6 +29,7 @@ from kvstore.blocks.records import SaveFence, TransferPlan, Transferred
 from kvstore.config import MAX_SAVE_BYTES
 from kvstore.kernels.kv import BlockLoad, RawLayer, has_triton, save_layers, save_to_arena
 from kvstore.kernels.paged_batch import to_device
+from kvstore.memory.layout import States
 from kvstore.memory.streams import Event, EventWatcher, Queue, Streams, await_event, is_reached
 from kvstore.memory.transfer import Arena, block_load, token_places
 from kvstore.stats import Histogram
@@ -137,7 +138,7 @@ class DeviceTransfer:
         self.arena, self.pace = arena, Pace() if pace is None else pace
         self._streams = streams
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        self._states: torch.Tensor | None = None
+        self._states: States | None = None
         self._load: _Load | None = None
         self._save: _Save | None = None
         self._lock = threading.Lock()
@@ -146,7 +147,7 @@ class DeviceTransfer:
         self.load_seconds = Histogram()  # that all loads of a step took
         self._watcher = EventWatcher("kvstore-transfers", on_progress)
 
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None) -> None:
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: States | None = None) -> None:
         """See `KVConnector.register_kv_caches`. The caches are still unused.
 
         Compiles the kernels and waits for that, else the first load would take, and be measured, so much longer.

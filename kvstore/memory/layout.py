@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,18 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class States(Protocol):
+    """The engine's states of requests, in rows."""
+
+    def packed(self, row: int, /) -> torch.Tensor:
+        """One as it is stored, [state_bytes] uint8; the same memory, or a copy."""
+        ...
+
+    def unpack(self, row: int, packed: torch.Tensor, /) -> None:
+        """Take in what `packed` gave, after it was overwritten."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 
 from kvstore.blocks.records import SaveFence, TransferPlan, Transferred
 from kvstore.memory.far import FarBlocks
+from kvstore.memory.layout import States
 from kvstore.stats import Histogram
 
 WAIT_S = 0.01  # between two checks for lost ranks
@@ -68,9 +69,7 @@ class DataPlane(Protocol):
     @property
     def can_save(self) -> bool: ...
 
-    def register(
-        self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None
-    ) -> None: ...
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: States | None = None) -> None: ...
 
     def save_states(self, plan: TransferPlan) -> None: ...
 

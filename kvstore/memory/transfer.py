@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from kvstore.config import format_size
 from kvstore.errors import ConfigError
 from kvstore.kernels.cpu.threads import FirstTouch
 from kvstore.kernels.kv import BlockLoad, save_layers
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, States
 from kvstore.stats import Histogram
 
 # Portable: pinned for every CUDA context of the process. Mapped: kernels read and write it over the bus. Where the
@@ -99,20 +100,25 @@ class Arena:
         for arena_block in arena_blocks:
             self.tensor[arena_block].zero_()
 
-    def load_states(self, pieces: Sequence[StatePiece], states: torch.Tensor) -> None:
-        """Copy pieces of states into their rows of `states`, [num_rows, num_bytes], in the current stream."""
+    def load_states(self, pieces: Sequence[StatePiece], states: States) -> None:
+        """Load states, each from all of its pieces in their order, in the current stream."""
         size = self.layout.block_bytes
-        for piece in pieces:
-            part = states[piece.row, piece.index * size : (piece.index + 1) * size]
-            part.copy_(self.rows[piece.arena_block, : len(part)], non_blocking=True)
+        for row, own in groupby(pieces, lambda piece: piece.row):
+            packed = states.packed(row)
+            for piece in own:
+                part = packed[piece.index * size : (piece.index + 1) * size]
+                part.copy_(self.rows[piece.arena_block, : len(part)], non_blocking=True)
+            states.unpack(row, packed)
 
-    def save_states(self, pieces: Sequence[StatePiece], states: torch.Tensor) -> None:
+    def save_states(self, pieces: Sequence[StatePiece], states: States) -> None:
         """The other way round. Nothing of what was there before is left."""
         size = self.layout.block_bytes
-        for piece in pieces:
-            part = states[piece.row, piece.index * size : (piece.index + 1) * size]
-            self.rows[piece.arena_block, : len(part)].copy_(part, non_blocking=True)
-            self.rows[piece.arena_block, len(part) :].zero_()
+        for row, own in groupby(pieces, lambda piece: piece.row):
+            packed = states.packed(row)
+            for piece in own:
+                part = packed[piece.index * size : (piece.index + 1) * size]
+                self.rows[piece.arena_block, : len(part)].copy_(part, non_blocking=True)
+                self.rows[piece.arena_block, len(part) :].zero_()
 
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
@@ -197,13 +203,13 @@ class Transfer:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        self._states: torch.Tensor | None = None
+        self._states: States | None = None
         self._load: _LoadJob | None = None
         self._save: _SaveStep | None = None
         self.load_seconds = Histogram()  # of all loads of a step
         self._done: deque[Transferred] = deque()
 
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: torch.Tensor | None = None) -> None:
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: States | None = None) -> None:
         """See `KVConnector.register_kv_caches`."""
         self._caches, self._states = caches, states
 

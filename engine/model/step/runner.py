@@ -211,7 +211,7 @@ class ModelRunner:
         self.clock = StepClock(model.device)
         self._unread: Launched | None = None  # the last step, until its tokens are read or the next step has taken them
         self._team = Team(model.is_native) if model.device.type == "cpu" else None
-        connector.register_kv_caches(self.caches, None if self.states is None else self.states.rows)
+        connector.register_kv_caches(self.caches, self.states)
         self._config, self._capturer = config, capturer
         self._flight = Flight(lambda num_samples: self.model.end(num_samples), others or NoOthers())
         self.graphs: StepGraphs | None = None

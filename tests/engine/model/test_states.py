@@ -89,6 +89,29 @@ def test_a_state_comes_from_the_cpu_tier_once_hbm_has_lost_it(name, saved_model,
     assert again.usage.cached_tokens_details.cpu == again.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
 
 
+def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
+    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB", state_dtype="bfloat16") as engine:
+        (made,) = engine.generate([PROMPTS[0]], greedy(40))
+        history = PROMPTS[0] + made.token_ids + prompt(9, 4)
+        spec = engine.loop.runner.model.spec.state
+        pool: StatePool = engine.loop.runner.states
+        used = int(pool.rows.any(dim=1).nonzero()[0])
+        exact = pool.rows[used].clone()
+        pool.unpack(used, pool.packed(used))
+        tensors = [tensor[used].float() for pairs in pool.tensors.values() for _, tensor in pairs]
+        engine.flush()
+    assert any(tensor.any() for tensor in tensors)
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors), "a rounded state stays as it is"
+    assert not torch.equal(exact, pool.rows[used])
+    assert spec.num_bytes == pytest.approx(2 * spec.stored.num_bytes, rel=0.02)
+    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB", state_dtype="bfloat16") as engine:
+        (again,) = engine.generate([history], greedy(20))
+    assert again.usage.cached_tokens_details.disk == (len(history) - 5) // BLOCK * BLOCK
+    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        (again,) = engine.generate([history], greedy(20))
+        assert again.usage.cached_tokens == 0, "stored otherwise, it is another state"
+
+
 @pytest.mark.parametrize("path", [None, "store"])
 def test_another_replica_goes_on_with_the_state_that_is_shared(path, saved_model, redis, tmp_path, monkeypatch):
     wait_for_answers(monkeypatch)
