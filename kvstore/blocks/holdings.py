@@ -73,7 +73,9 @@ class Holdings:
                 self._changed[block_id] = None
 
     def stored_record(self, place: int, record: BlockRecord) -> None:
-        self.stored(place, record.block_id, record.parent_id, record.tokens, record.tenant)
+        """Nobody is told of states, which have no tokens."""
+        if not record.is_state:
+            self.stored(place, record.block_id, record.parent_id, record.tokens, record.tenant)
 
     def gone(self, place: int, block_id: BlockId) -> None:
         """A block is gone from this place. Ignores unknown ones."""

@@ -48,6 +48,22 @@ def agrees(engine, reader) -> None:
     assert not any(one.unplaced for one in reader.pictures.values())
 
 
+def test_states_are_not_announced(saved_model, tmp_path, endpoint, reader):
+    model, said = saved_model("Qwen3_5Text"), tokens(1, 70)
+
+    def is_told() -> bool:
+        return TOPIC in reader.pictures and reader.pictures[TOPIC].held("STORAGE") == prefixes(said[:-1])
+
+    with serve(model, tmp_path, endpoint) as engine:
+        said += ask(engine, said, 12).token_ids
+        settle(engine)
+        reader.read_until(is_told, "what is told is the KV")
+        assert engine.stats()["disk"]["blocks"] > len(prefixes(said[:-1])), "there are states, too"
+    reader.pictures.clear()
+    with serve(model, tmp_path, endpoint):
+        reader.read_until(is_told, "so it is after a restart")
+
+
 def test_a_router_knows_what_all_tiers_hold_and_again_after_a_restart(model, tmp_path, endpoint, reader):
     first, second = tokens(1, 70), tokens(2, 40)
     with serve(model, tmp_path, endpoint) as engine:
