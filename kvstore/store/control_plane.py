@@ -94,7 +94,7 @@ class Matcher:
         short = self._prefetcher.read(request, choice.num_blocks)
         if short is not None and not self._prefetcher.may_wait(request):
             request.lacks_room = True
-            self._requests.cut(request, short)
+            self._requests.cut(request, short if request.restored is None else first)
         self._requests.advance(request, first)
         if wanted.is_ready():
             return self._load(request, first)
@@ -315,7 +315,7 @@ class KVStore:
             if self.stored.is_being_saved(block_id):
                 return Loss("being_written", tiers[0])
             request = self.requests.by_id[request_id]
-            if self.requests.keeps_states and request.restored is None:
+            if self.requests.keeps_states and request.restored is None and not request.lacks_room:
                 return Loss("no_checkpoint", tiers[0])
             lacks_room = request.lacks_room
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")

@@ -143,6 +143,9 @@ class Requests:
         if self.keeps_states:
             if request.arrival or (restored := self._stored.restorable(request, first, end)) is None:
                 return False
+            if len(restored.chain) - first > self._cpu.pool.num_blocks:
+                request.lacks_room = True  # it would be loaded as a whole
+                return False
             request.restored, end = restored, len(restored.chain)
             request.num_state_blocks = self._stored.num_state_blocks
         found = self._stored.tiers(request.loads.chain, first, end)
