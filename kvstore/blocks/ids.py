@@ -14,7 +14,7 @@ BlockId = bytes  # 32 bytes, names a block's content by its whole history
 
 BLOCK_ID_BYTES = 32
 TOKEN_BYTES = 4  # of a token id in a block's record
-NO_TOKEN = 0xFFFFFFFF  # no vocabulary has it
+NO_TOKENS = b"\xff" * TOKEN_BYTES  # a token that no vocabulary has
 _TOKEN_TYPE = "I" if array("I").itemsize == 4 else "L"
 
 
@@ -67,7 +67,7 @@ def extend_chain(chain: list[BlockId], root: BlockId, token_ids: Sequence[int], 
 
 def state_chain(block_id: BlockId, num_blocks: int, block_size: int) -> list[BlockId]:
     """Ids of the blocks that hold the state behind this block: built on it, of tokens that no vocabulary has."""
-    chain, tokens = [block_id], token_bytes([NO_TOKEN] * block_size)
+    chain, tokens = [block_id], NO_TOKENS * block_size
     for _ in range(num_blocks):
         chain.append(child_block_id(chain[-1], tokens))
     return chain[1:]

@@ -12,7 +12,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from kvstore.blocks.ids import BLOCK_ID_BYTES, NO_TOKEN, BlockId, token_bytes
+from kvstore.blocks.ids import BLOCK_ID_BYTES, NO_TOKENS, BlockId
 
 Id = Annotated[bytes, Meta(min_length=BLOCK_ID_BYTES, max_length=BLOCK_ID_BYTES)]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -43,7 +43,7 @@ class BlockRecord(Record, frozen=True):
     @property
     def is_state(self) -> bool:
         """Whether it holds a part of a state, and no KV (see `kvstore.blocks.ids.state_chain`)."""
-        return self.tokens.startswith(token_bytes([NO_TOKEN]))
+        return self.tokens.startswith(NO_TOKENS)
 
     def same_content(self, other: BlockRecord) -> bool:
         """Whether both name the same tokens after the same history, computed by the same model."""

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvstore.blocks.forest import EvictionTree, Order
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import NO_TOKENS, BlockId, child_block_id
 from kvstore.blocks.records import Evict
 from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
@@ -72,6 +72,7 @@ class DiskIndex:
         self._tree: EvictionTree[BlockId] = EvictionTree(None)
         self.links = self._tree.links  # which block builds on which
         self._touched: dict[BlockId, float] = {}
+        self.state_shape = (0, 0)  # blocks that a state takes, and their tokens; set before conversations are named
 
     @classmethod
     def build(cls, batches: Iterable[list[IndexEntry]], clock: Callable[[], float] = time.time) -> DiskIndex:
@@ -89,7 +90,7 @@ class DiskIndex:
 
     def name_conversations(self, order: Order) -> list[tuple[Hashable, Conversation]]:
         """Make a conversation for each leaf, known only by its last use; returns them with their last blocks. From now
-        on `order` has them.
+        on `order` has them. Where a conversation goes on behind a state, that is no other's.
 
         Their numbers are negative, older than any of the registry's.
         """
@@ -104,8 +105,23 @@ class DiskIndex:
             used_s = min(entry.last_access_s, now_s)  # the clock may have been set back
             one = Conversation(number, root, entry.created_s, used_s, use=number)
             self._tree.claim(one, leaf)
-            found.append((leaf, one))
+            if (name := self._name_of(leaf)) is not None:
+                found.append((name, one))
         return found
+
+    def _name_of(self, leaf: BlockId) -> BlockId | None:
+        """By which block the conversation that ends here is known: of a state, the one it stands behind. None: it goes
+        on from there.
+        """
+        num_blocks, block_size = self.state_shape
+        if not num_blocks or leaf != child_block_id(self._entries[leaf].parent_id, NO_TOKENS * block_size):
+            return leaf
+        name = leaf
+        for _ in range(num_blocks):
+            name = self._entries[name].parent_id
+            if name not in self._entries:
+                return None
+        return name if len(self.links.children(name)) == 1 else None
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def __contains__(self, block_id: BlockId) -> bool:

@@ -177,15 +177,14 @@ class DeviceTransfer:
 
     def _begin_loads(self, plan: TransferPlan) -> None:
         streams = self._streams
-        num_blocks = len(plan.loads) + len(plan.states)
-        load = self._load = _Load(plan.ticket, num_blocks * self.arena.layout.block_bytes)
+        load = self._load = _Load(plan.ticket, len(plan.loads) * self.arena.layout.block_bytes)
         try:
             load.blocks = block_load(self.arena, plan.loads)
             streams.wait(Queue.LOAD, streams.record(Queue.COMPUTE))
-            load.start = streams.record(Queue.LOAD)
             if self._states is not None:  # the first layer may already need them
                 streams.launch(Queue.LOAD, partial(self.arena.load_states, plan.states, self._states))
                 streams.wait(Queue.COMPUTE, streams.record(Queue.LOAD))
+            load.start = streams.record(Queue.LOAD)
         except Exception:  # out of memory, or the device has failed: these blocks are computed instead
             return
         load.failed = False

@@ -118,7 +118,8 @@ class Arena:
             for piece in own:
                 part = packed[piece.index * size : (piece.index + 1) * size]
                 self.rows[piece.arena_block, : len(part)].copy_(part, non_blocking=True)
-                self.rows[piece.arena_block, len(part) :].zero_()
+                if len(part) < size:
+                    self.rows[piece.arena_block, len(part) :].zero_()
 
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
@@ -232,9 +233,12 @@ class Transfer:
     def save_states(self, plan: TransferPlan) -> None:
         """Save the plan's states. Called between two steps."""
         assert self._states is not None
-        self.arena.reach(max(piece.arena_block for piece in plan.states))
-        self.arena.save_states(plan.states, self._states)
-        self._done.append(Transferred(plan.ticket, False, True))
+        succeeded = False
+        with suppress(Exception):  # as for loads: the turn has no checkpoint
+            self.arena.reach(max(piece.arena_block for piece in plan.states))
+            self.arena.save_states(plan.states, self._states)
+            succeeded = True
+        self._done.append(Transferred(plan.ticket, False, succeeded))
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when this layer's blocks are in HBM, or its step's loads have failed.

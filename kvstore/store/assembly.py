@@ -99,6 +99,7 @@ def open_tiered(
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         io = TierWorker("disk", disk, progress.wake, WorkerLimits(batch_bytes=batch_bytes))
         if on_disk is not None:
+            on_disk.index.state_shape = (layout.num_state_blocks, layout.block_size)
             tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
             write_back = WriteBack(context, on_disk, io, tenant_bytes, holdings)
         transfer = make_transfer(device, arena, progress.wake)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.blocks.ids import BlockId, Lineage, state_chain
+from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss, TransferPlan, Transferred
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
@@ -80,21 +80,27 @@ class Matcher:
         if self._requests.is_asking(request, True):
             return _PENDING
         if self._requests.keeps_states:
-            if request.border <= first:
+            if not request.wanted.is_begun:
+                self._requests.find_state(request, first)
+            if request.is_computed or request.restored is None:
                 return _MISS
-            end = request.border + request.num_state_blocks
+            end = len(request.restored.chain)
         is_new, wanted = self._requests.ask(request, first, end), request.wanted
         if wanted.is_ready():
             return self._load(request, first)
         choice = choose(request, self._planner, self._reads)
         if choice.way is Way.COMPUTE:
             self._try_disk(request)
+            if request.restored is not None:
+                return self._compute(request)
             self._requests.cut(request, wanted.front)
             return self._load(request, first)
         short = self._prefetcher.read(request, choice.num_blocks)
         if short is not None and not self._prefetcher.may_wait(request):
             request.lacks_room = True
-            self._requests.cut(request, short if request.restored is None else first)
+            if request.restored is not None:
+                return self._compute(request)
+            self._requests.cut(request, short)
         self._requests.advance(request, first)
         if wanted.is_ready():
             return self._load(request, first)
@@ -102,16 +108,28 @@ class Matcher:
             choice = self._planner.measure(wanted.back - wanted.front) or choice
         return _PENDING if choice.way is Way.LOAD else self._load_and_compute(request, first, choice)
 
+    def _compute(self, request: Tracked) -> Match:
+        """Compute all that is stored for it, as that has a state, which is loaded as a whole."""
+        self._requests.let_go(request)
+        request.is_computed = True
+        return _MISS
+
     def _load(self, request: Tracked, first: int) -> Match:
-        """Load everything that it wants: all of that has landed. A state is loaded as a whole."""
+        """Load everything that it wants: all of that has landed. Where a part of its state was lost, begin with an
+        earlier one.
+        """
         end = request.wanted.end
         if request.restored is not None:
-            end = first if end < len(request.restored.chain) else request.border
+            if end < len(request.restored.chain):
+                self._requests.let_go(request)
+                return self.match(request, first, end)
+            end = request.border
         num_tokens = (end - first) * self._requests.block_size
         self._requests.join(request)
-        is_spliced = request.lineage.splice_index is not None
-        if num_tokens and (is_spliced or self._planner.should_load(num_tokens, request.num_state_blocks)):
+        if num_tokens and (request.is_spliced or self._planner.should_load(num_tokens, request.num_state_blocks)):
             return Match(Lookup.HIT, num_tokens)
+        if request.restored is not None:
+            return self._compute(request)
         self._requests.cut(request, first)  # the answer must be the same if it asks again
         return _MISS
 
@@ -194,7 +212,7 @@ class KVStore:
         if self.remote is not None:
             self.remote.arrive(request)
         self.prefetcher.arrive(request)
-        return tuple(request.arrival[: len(request.arrival) - request.num_state_blocks])
+        return tuple(request.tiers)
 
     def match(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         """What can be loaded after `num_computed_tokens`, and what to compute meanwhile."""
@@ -202,6 +220,8 @@ class KVStore:
         first = num_computed_tokens // size
         is_new = not request.wanted.is_open
         usable = self.saver.num_usable(request, first) if is_new else first
+        if usable < first and self.requests.keeps_states:
+            usable = 0  # it begins where a state is stored, which may be before
         found = self._matcher.match(request, usable, first + max_tokens // size)
         self.planner.num_prompts += is_new and found.lookup is not Lookup.PENDING  # until the step is planned
         found = request.with_late_tiers(found)
@@ -226,18 +246,23 @@ class KVStore:
         state = content.chain[border:]
         if self.stored.holds(state[-1]):
             return None
-        has_state = (self.stored.holds(state_chain(block_id, 1, size)[0]) for block_id in request.chain[: border - 1])
-        older = [one for one, found in enumerate(has_state, start=1) if found and one != system]
-        gone = [self.stored.with_state(request, one).chain[one:] for one in older[:-MOST_OLD_STATES]]
-        for block_ids in [*gone, state] if self.stored.holds(state[0]) else gone:  # the rest of one that was evicted
-            if self.disk is not None:
-                self.disk.space.delete(block_ids)
-            else:
-                self.cpu.forget(block_ids[0])
+        if self.stored.holds(state[0]):  # the rest of one of which a part was lost
+            self._delete_state(state)
+        older = [one for one in self.stored.states_before(request.chain, border, MOST_OLD_STATES + 2) if one != system]
+        for one in older[MOST_OLD_STATES:]:
+            self._delete_state(self.stored.with_state(request, one).chain[one:])
         plan = self.steps.plan_state(content, border, row, request.conversation)
         if plan is not None and self.remote is not None:
             self.remote.offer_state(content, border)
         return plan
+
+    def _delete_state(self, block_ids: Sequence[BlockId]) -> None:
+        """Delete the blocks of a state on every tier."""
+        if self.disk is not None:
+            self.disk.space.delete(block_ids)
+        self.cpu.forget(block_ids[0])
+        if self.remote is not None:
+            self.remote.delete(block_ids)
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """Remove a request that has ended or was preempted, and return it."""
@@ -315,9 +340,9 @@ class KVStore:
             if self.stored.is_being_saved(block_id):
                 return Loss("being_written", tiers[0])
             request = self.requests.by_id[request_id]
-            if self.requests.keeps_states and request.restored is None and not request.lacks_room:
+            lacks_room, is_behind = request.lacks_room, block_id not in request.loads.chain[: request.border]
+            if self.requests.keeps_states and is_behind and not (request.is_computed or lacks_room):
                 return Loss("no_checkpoint", tiers[0])
-            lacks_room = request.lacks_room
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
         if believed is not None and believed.is_away(block_id) and (known is None or believed.has_had(block_id)):
             return Loss("remote_away", believed.name)
@@ -355,7 +380,15 @@ class KVStore:
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None, tenant: str | None) -> None:
         if (conversation := self._conversation_of(chain)) is not None:
+            if self.requests.keeps_states:
+                self._claim_state(chain, conversation)
             self.steering.pin(conversation, seconds, expires_s, tenant, len(chain))
+
+    def _claim_state(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        """Give the last state of a chain to its conversation."""
+        content = ChainContent(list(chain), b"", Lineage(chain[0]), "")
+        if (found := self.stored.restorable(content, 0, len(chain))) is not None:
+            self.stored.claim(found.chain, found.lineage, conversation)
 
     def _conversation_of(self, chain: Sequence[BlockId]) -> Conversation | None:
         """The conversation of this chain; makes one if it has none and its end is stored."""

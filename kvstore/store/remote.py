@@ -165,7 +165,7 @@ class RemoteBlocks:
     ) -> None:  # fmt: skip
         self._source, self.contents, self._disk, self._reads = source, contents, disk, reads
         self._cpu, self._stats, clock = context.cpu, context.stats, context.clock
-        self._planner, self._prefetcher = planner, prefetcher
+        self._planner, self._prefetcher, self._stored = planner, prefetcher, stored
         self._ended: deque[Done] = deque()
         self.questions = Questions(source.tier, stored, clock, planner.always)
         self.deletes = Deletions(source.tier, MOST_DELETES)
@@ -250,8 +250,17 @@ class RemoteBlocks:
         return self.elsewhere is not None and self.elsewhere.is_asking(request, is_next)
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
-        """Delete these there, too."""
-        for block_id in (block_ids := list(block_ids)):
+        """Delete these there, too, with the states behind them, which may be there alone."""
+        num_blocks, found = self._stored.num_state_blocks, dict.fromkeys(block_ids)
+        states: set[BlockId] = set()
+        for block_id in found if num_blocks else ():
+            if block_id not in states:
+                states.update(state_chain(block_id, num_blocks, self._stored.block_size))
+        self.delete([*found, *(states - found.keys())])
+
+    def delete(self, block_ids: Sequence[BlockId]) -> None:
+        """Delete these blocks there, and no others."""
+        for block_id in block_ids:
             self.deletes.add(block_id)
         self.contents.lose(block_ids)
 

@@ -54,6 +54,7 @@ class Tracked(ChainContent):
     turn_starts: Sequence[int] = ()  # in tokens
     restored: ChainContent | None = None  # of a model that keeps states: what it can begin with, and the state there
     num_state_blocks: int = 0  # of these
+    is_computed: bool = False  # although something is stored: computing is quicker, or there is no room to load it
     was_elsewhere: bool = False  # another server was asked to compute it
     lacks_room: bool = False  # some of what is stored for it found no arena block
     num_hbm_blocks: int = 0  # when it arrived
@@ -72,12 +73,21 @@ class Tracked(ChainContent):
         """Whether it may compute what is stored: a spliced chain, or one with a state, is loaded as a whole or not at
         all.
         """
-        return self.lineage.splice_index is None and self.restored is None
+        return not self.is_spliced and self.restored is None
+
+    @property
+    def is_spliced(self) -> bool:
+        return self.lineage.splice_index is not None
 
     @property
     def loads(self) -> ChainContent:
         """What is loaded for it."""
         return self if self.restored is None else self.restored
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        """The tiers of its blocks after those in HBM, without those of its state."""
+        return self.arrival if self.restored is None else self.arrival[: self.border - self.num_hbm_blocks]
 
     @property
     def border(self) -> int:
@@ -96,10 +106,10 @@ class Tracked(ChainContent):
 
     def with_late_tiers(self, found: Match) -> Match:
         """The match, with the tiers of blocks found after its arrival, which are reported once."""
-        late = tuple(self.arrival[self.num_told :])
+        late = tuple(self.tiers[self.num_told :])
         if not late or found.lookup is Lookup.PENDING:
             return found
-        first, self.num_told = self.num_hbm_blocks + self.num_told, len(self.arrival)
+        first, self.num_told = self.num_hbm_blocks + self.num_told, len(self.tiers)
         return replace(found, late_from=first, late_tiers=late)
 
     def num_loadable(self, block_size: int) -> int:
@@ -133,24 +143,34 @@ class Requests:
         self.by_id[request.request_id] = request
         request.num_hbm_blocks = num_hbm_blocks
         self.look_again(request)
-        request.num_told = len(request.arrival)
+        request.num_told = len(request.tiers)
         if request.conversation is not None:
             self._stored.claim(request.loads.chain, request.lineage, request.conversation)
 
     def look_again(self, request: Tracked) -> bool:
         """Check whether more of its blocks are known to be stored by now. Reads that have begun stay as they are."""
-        first, end = request.num_hbm_blocks + len(request.arrival), request.num_loadable(self.block_size)
         if self.keeps_states:
-            if request.arrival or (restored := self._stored.restorable(request, first, end)) is None:
-                return False
-            if len(restored.chain) - first > self._cpu.pool.num_blocks:
-                request.lacks_room = True  # it would be loaded as a whole
-                return False
-            request.restored, end = restored, len(restored.chain)
-            request.num_state_blocks = self._stored.num_state_blocks
-        found = self._stored.tiers(request.loads.chain, first, end)
+            before = request.border
+            if not request.wanted.is_begun:
+                self.find_state(request, request.num_hbm_blocks)
+            return request.border > before
+        first = request.num_hbm_blocks + len(request.arrival)
+        found = self._stored.tiers(request.chain, first, request.num_loadable(self.block_size))
         request.arrival += found
         return bool(found)
+
+    def find_state(self, request: Tracked, first: int) -> None:
+        """Find the last state that it can begin with, if its blocks before `first` are in HBM."""
+        num_told, request.num_hbm_blocks = request.num_hbm_blocks + request.num_told, first
+        request.num_told, request.arrival, request.restored = max(0, num_told - first), [], None
+        end = len(request.chain) if request.key is None else request.num_loadable(self.block_size)
+        found = self._stored.restorable(request, first, end)
+        if found is None:
+            return
+        request.lacks_room = len(found.chain) - first > self._cpu.pool.num_blocks  # it is loaded as a whole
+        if not request.lacks_room:
+            request.restored, request.num_state_blocks = found, self._stored.num_state_blocks
+            request.arrival = self._stored.tiers(found.chain, first, len(found.chain))
 
     def hold(self, request: Tracked, first: int, end: int) -> None:
         """Hold its blocks from `first` on that the CPU tier has, as far as they are stored. Reads nothing."""
@@ -203,7 +223,8 @@ class Requests:
         state = ArenaBlockState.PENDING if arena_block is None else self._cpu.state(arena_block)
         if state in (ArenaBlockState.FAILED, ArenaBlockState.EMPTY):
             if request.key is not None:
-                self._stats.given_up_tokens += (wanted.end - index) * self.block_size
+                num_blocks = wanted.end - index if request.restored is None else request.border - wanted.first
+                self._stats.given_up_tokens += num_blocks * self.block_size
             self.cut(request, index)
         return state is ArenaBlockState.READY
 

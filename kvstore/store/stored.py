@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 from kvstore.blocks.holdings import Holdings, Place
-from kvstore.blocks.ids import NO_TOKEN, TOKEN_BYTES, BlockId, Lineage, state_chain, token_bytes
+from kvstore.blocks.ids import NO_TOKENS, TOKEN_BYTES, BlockId, Lineage, state_chain
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.records import label
@@ -383,8 +384,16 @@ class StoredBlocks:
         chain += state_chain(chain[-1], self.num_state_blocks, self.block_size)
         num_tokens = border * self.block_size
         tokens = bytes(content.tokens[: num_tokens * TOKEN_BYTES])
-        tokens += token_bytes([NO_TOKEN] * (len(chain) * self.block_size - num_tokens))
+        tokens += NO_TOKENS * (len(chain) * self.block_size - num_tokens)
         return ChainContent(chain, tokens, content.lineage, content.tenant)
+
+    def states_before(self, chain: Sequence[BlockId], border: int, most: int) -> list[int]:
+        """Before `border`, the last numbers of blocks behind which a state is stored, latest first."""
+        has_state = (one for one in range(border - 1, 0, -1) if self._has_state(chain[one - 1]))
+        return list(islice(has_state, most))
+
+    def _has_state(self, block_id: BlockId) -> bool:
+        return self._tier(state_chain(block_id, 1, self.block_size)[0]) is not None
 
     def restorable(self, content: ChainContent, first: int, end: int) -> ChainContent | None:
         """The longest prefix of a chain that ends in blocks [first, end) and has a state behind it, with that; None if
