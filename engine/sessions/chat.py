@@ -381,7 +381,7 @@ class Chats:
         self.client = client
         self.language = language
         self.sessions = sessions
-        self.claims = Claims(sessions.sharing)
+        self.claims = Claims(sessions.sharing.leases)
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._kept: OrderedDict[SessionKey, tuple[ChatSession, int]] = OrderedDict()  # with its tokens then

@@ -35,7 +35,7 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
-from kvstore.sessions.sharing import Claim, Sharing
+from kvstore.sessions.sharing import Claim, Leasing
 from kvstore.sessions.store import SessionStore
 
 
@@ -298,8 +298,9 @@ class Hold:
 class Claims:
     """All sessions that are held in this process."""
 
-    def __init__(self, sharing: Sharing) -> None:
-        self._sharing = sharing
+    def __init__(self, leases: Leasing | None) -> None:
+        """leases: see `Sharing`."""
+        self._leases = leases
         self._holds: dict[SessionKey, Hold] = {}
         self._lock = threading.Lock()
 
@@ -327,9 +328,11 @@ class Claims:
 
     def lease(self, hold: Hold) -> None:
         """Raises SessionBusyError while a turn of the session runs on another server, and RemoteError."""
-        hold.lease = self._sharing.begin_turn(hold.key)
+        if self._leases is not None:
+            hold.lease = self._leases.acquire(hold.key)
 
     def give_back(self, hold: Hold) -> None:
         """The lease; the hold stays."""
         lease, hold.lease = hold.lease, None
-        self._sharing.end_turn(lease)
+        if self._leases is not None and lease is not None:
+            self._leases.release(lease)

@@ -25,20 +25,24 @@ class Claim(Protocol):
         """
 
 
+class Leasing(Protocol):
+    """Lets one turn of a session run at a time, on whichever server. Any thread may call it."""
+
+    def acquire(self, key: SessionKey) -> Claim:
+        """Raises SessionBusyError while a turn of the session runs on another server, and RemoteError."""
+        ...
+
+    def release(self, claim: Any) -> None: ...
+
+
 class Sharing(Protocol):
     """Any thread may call it. A method with a view belongs to that view's transaction.
 
-    is_shared: there may be other servers.
+    is_shared: there may be other servers. leases: None if no other server could write.
     """
 
     is_shared: bool
-
-    def begin_turn(self, key: SessionKey) -> Claim | None:
-        """Returns what `end_turn` takes; None if no other server could write. Raises SessionBusyError while a turn of
-        the session runs on another server, and RemoteError.
-        """
-
-    def end_turn(self, lease: Claim | None) -> None: ...
+    leases: Leasing | None
 
     def has_turn(self, view: Any, key: SessionKey) -> bool:
         """Whether any server is computing a turn of this session."""
@@ -77,13 +81,7 @@ class Sharing(Protocol):
 class Alone(Sharing):
     """The store is this server's own."""
 
-    is_shared = False
-
-    def begin_turn(self, key: SessionKey) -> Claim | None:
-        return None
-
-    def end_turn(self, lease: Claim | None) -> None:
-        return
+    is_shared, leases = False, None
 
     def has_turn(self, view: View, key: SessionKey) -> bool:
         return False

@@ -123,7 +123,7 @@ class SessionStore:
 
         fingerprint, model: replace the session's unless empty. session_number: the `number` of the head that the turn
         was computed for; refused if that session is gone, so that a turn cannot bring back a deleted session. lease:
-        from `Sharing.begin_turn`; refused if another server has the session by now.
+        from `Leasing.acquire`; refused if another server has the session by now.
         """
         payload = tables.encode_turn(turn, key)
         draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)

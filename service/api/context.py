@@ -102,7 +102,7 @@ class Context:
     @property
     def has_failed(self) -> bool:
         """Whether the engine ended without being asked to."""
-        return self.state == "running" and self.engine.engine.closed
+        return self.state == "running" and self.engine.engine.client.closed
 
     @property
     def is_silent(self) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from kvstore.errors import RemoteError
 from kvstore.sessions.check import Checked, check_apart
 from kvstore.sessions.record import SessionKey, Tombstone
-from kvstore.sessions.shared.leases import LEASE_S, Lease, Leases
+from kvstore.sessions.shared.leases import LEASE_S, Leases
 from kvstore.sessions.shared.membership import Membership
 from kvstore.sessions.shared.storage import SharedTables
 from kvstore.sessions.shared.view import SharedView
-from kvstore.sessions.sharing import Claim, Read, Sharing
+from kvstore.sessions.sharing import Read, Sharing
 from kvstore.sessions.tables import COUNTERS
 
 CONFIRMED = b"confirmed"  # a key of COUNTERS
@@ -23,16 +23,9 @@ class Fleet(Sharing):
     def __init__(self, storage: SharedTables, lease_s: float = LEASE_S) -> None:
         self._storage = storage
         self._server = storage.server
-        self._leases = Leases(storage.server, storage.identity.member, lease_s)
+        self.leases = Leases(storage.server, storage.identity.member, lease_s)
         self._membership = Membership(storage.server, storage.identity)
-        storage.sharing, storage.on_close = self, self._leases.close
-
-    def begin_turn(self, key: SessionKey) -> Claim | None:
-        return self._leases.acquire(key)
-
-    def end_turn(self, lease: Claim | None) -> None:
-        if isinstance(lease, Lease):
-            self._leases.release(lease)
+        storage.sharing, storage.on_close = self, self.leases.close
 
     def has_turn(self, view: SharedView, key: SessionKey) -> bool:
         return view.lease_of(key) is not None
@@ -69,6 +62,6 @@ class Fleet(Sharing):
         except RemoteError:
             num_servers = 0
         return {
-            "servers": num_servers, "leases": self._leases.num_held, "conflicts": self._storage.num_conflicts,
+            "servers": num_servers, "leases": self.leases.num_held, "conflicts": self._storage.num_conflicts,
             "failures": self._server.num_failures, "unreachable": int(self._server.is_failing),
         }  # fmt: skip

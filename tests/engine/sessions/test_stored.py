@@ -22,7 +22,6 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.sharing import Alone
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import Clock, make_turn
 
@@ -213,25 +212,25 @@ def test_a_session_that_was_never_spliced_has_a_plain_lineage(one, sessions):
     assert lineage_of(sessions.load(KEY), b"r" * 32) == Lineage(b"r" * 32)
 
 
-class Shared(Alone):
+class NumberedLeases:
     """Leases are numbers; `fault` is raised instead of the next one."""
 
     def __init__(self):
         self.given, self.ended, self.fault = 0, [], None
 
-    def begin_turn(self, key):
+    def acquire(self, key):
         assert key == KEY
         if self.fault is not None:
             raise self.fault
         self.given += 1
         return self.given
 
-    def end_turn(self, lease):
+    def release(self, lease):
         self.ended.append(lease)
 
 
 def test_who_waits_for_a_hold_cannot_cancel_it():
-    claims = Claims(Alone())
+    claims = Claims(None)
     hold = claims.hold(KEY)
     assert not hold.released.cancel()
     claims.release(hold)
@@ -239,7 +238,7 @@ def test_who_waits_for_a_hold_cannot_cancel_it():
 
 
 def test_a_deleted_session_is_free_before_its_turn_has_noticed():
-    claims = Claims(Alone())
+    claims = Claims(None)
     old = claims.hold(KEY)
     claims.drop(old)
     new = claims.hold(KEY)
@@ -248,14 +247,14 @@ def test_a_deleted_session_is_free_before_its_turn_has_noticed():
 
 
 def test_the_lease_is_given_back_once():
-    sharing = Shared()
-    claims = Claims(sharing)
+    leases = NumberedLeases()
+    claims = Claims(leases)
     hold = claims.hold(KEY)
     claims.lease(hold)
     assert hold.lease == 1
     claims.give_back(hold)
-    assert (hold.lease, sharing.ended) == (None, [1])
-    sharing.fault = RemoteError("away")
+    assert (hold.lease, leases.ended) == (None, [1])
+    leases.fault = RemoteError("away")
     with pytest.raises(RemoteError):
         claims.lease(hold)
     assert hold.lease is None

@@ -55,22 +55,22 @@ def test_a_failover_within_a_turn_loses_no_acknowledged_one_and_lets_no_two_writ
         if not is_replicated:
             primary.ask("ACL", "SETUSER", "default", "-psync", "-sync")
             primary.ask("CLIENT", "KILL", "TYPE", "replica")
-        claim = one.sharing.begin_turn(KEY)
+        claim = one.sharing.leases.acquire(KEY)
         wait_until(lambda: replica.ask("EXISTS", lease) == is_replicated)
         with pytest.raises(SessionBusyError):
-            other.sharing.begin_turn(KEY)
+            other.sharing.leases.acquire(KEY)
         primary.kill()
         ticket = one.commit_turn(KEY, make_turn("red", 3), lease=claim)
         if is_replicated:
             assert ticket.wait(TIMEOUT_S).num_turns == 3
             assert content(other.load(KEY)) == expected([*turns, make_turn("red", 3)])
             with pytest.raises(SessionBusyError):
-                other.sharing.begin_turn(KEY)
-            one.sharing.end_turn(claim)
+                other.sharing.leases.acquire(KEY)
+            one.sharing.leases.release(claim)
         else:
             with pytest.raises(SessionTakenError):
                 ticket.wait(TIMEOUT_S)
-        other.sharing.end_turn(other.sharing.begin_turn(KEY))
+        other.sharing.leases.release(other.sharing.leases.acquire(KEY))
         assert content(one.load(KEY))[0][: len(expected(turns)[0])] == expected(turns)[0]
         assert replica.ask("HLEN", "kvstore:sessions:turns") == len(turns) + is_replicated
 
@@ -127,7 +127,7 @@ def test_a_cluster_has_them_under_one_hash_tag_and_a_replica_takes_over(tmp_path
         assert content(other.load(KEY)) == expected(turns)
         assert all(name.startswith(b"{kvstore:sessions}:") for name in owner.names())
         assert not second.names() and not third.names()
-        claim = one.sharing.begin_turn(KEY)
+        claim = one.sharing.leases.acquire(KEY)
         wait_until(lambda: Names.of(True).lease(KEY) in replica.names())
         owner.kill()
         ticket = one.commit_turn(KEY, make_turn("red", 3), lease=claim)
@@ -135,7 +135,7 @@ def test_a_cluster_has_them_under_one_hash_tag_and_a_replica_takes_over(tmp_path
         assert ticket.wait(TIMEOUT_S).num_turns == 3
         assert content(other.load(KEY)) == expected([*turns, make_turn("red", 3)])
         with pytest.raises(SessionBusyError):
-            other.sharing.begin_turn(KEY)
+            other.sharing.leases.acquire(KEY)
 
 
 def test_tls_and_a_user_of_its_own(tmp_path, share):

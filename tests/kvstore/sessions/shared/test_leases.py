@@ -30,7 +30,7 @@ from tests.children.session_child import TENANT, make_turn
 from tests.kvstore.sessions.shared.test_leases import KEY
 from tests.support.shared_sessions import shared_store
 store = shared_store(int(sys.argv[1]), lease_s=float(sys.argv[2]))
-claim = store.sharing.begin_turn(KEY)
+claim = store.sharing.leases.acquire(KEY)
 print("taken", flush=True)
 sys.stdin.readline()
 try:
@@ -67,7 +67,7 @@ def said(child) -> str:
 
 def is_free(store, key: SessionKey = KEY) -> bool:
     try:
-        store.sharing.end_turn(store.sharing.begin_turn(key))
+        store.sharing.leases.release(store.sharing.leases.acquire(key))
     except SessionBusyError:
         return False
     return True
@@ -75,14 +75,14 @@ def is_free(store, key: SessionKey = KEY) -> bool:
 
 def test_a_session_has_one_writer_until_it_is_given_back(redis, share):
     one, other = (share(redis, lease_s=3600.0) for _ in range(2))
-    claim = one.sharing.begin_turn(KEY)
+    claim = one.sharing.leases.acquire(KEY)
     for store in (one, other):
         with pytest.raises(SessionBusyError, match="busy with another turn") as busy:
-            store.sharing.begin_turn(KEY)
+            store.sharing.leases.acquire(KEY)
         assert 0 < busy.value.retry_after_s <= 3600, "what is left of the lease"
     assert is_free(other, SessionKey("another tenant", "red"))
     one.commit_turn(KEY, make_turn("red", 1), lease=claim).wait()
-    one.sharing.end_turn(claim)
+    one.sharing.leases.release(claim)
     with pytest.raises(SessionTakenError):
         one.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()
     assert is_free(other)
@@ -108,7 +108,7 @@ def test_a_server_that_was_stopped_longer_than_its_lease_stores_nothing(redis, h
     os.kill(holder.pid, signal.SIGSTOP)
     wait_until(lambda: is_free(store), "the lease has no end")
     if is_taken:
-        claim = store.sharing.begin_turn(KEY)
+        claim = store.sharing.leases.acquire(KEY)
     os.kill(holder.pid, signal.SIGCONT)
     assert said(holder) == "SessionTakenError"
     assert store.head(KEY).num_turns == 1
@@ -124,7 +124,7 @@ def test_a_killed_server_blocks_its_sessions_no_longer_than_the_lease(redis, hol
 
 def test_a_server_that_begins_again_takes_over_what_it_had_left(redis, tmp_path, share):
     store, other = share(redis, tmp_path, lease_s=3600.0), share(redis, lease_s=3600.0)
-    store.sharing.begin_turn(KEY)
+    store.sharing.leases.acquire(KEY)
     again = share(redis, tmp_path, lease_s=3600.0)  # as after a kill: nothing was given back
     assert not is_free(other)
     assert is_free(again)
@@ -133,22 +133,22 @@ def test_a_server_that_begins_again_takes_over_what_it_had_left(redis, tmp_path,
 
 def test_a_turn_that_ends_while_redis_is_away_frees_its_session_once_it_is_back(own_redis, share):
     one, other = (share(own_redis, lease_s=3600.0) for _ in range(2))
-    claim, held = one.sharing.begin_turn(KEY), one.sharing.begin_turn(SessionKey(TENANT, "blue"))
+    claim, held = one.sharing.leases.acquire(KEY), one.sharing.leases.acquire(SessionKey(TENANT, "blue"))
     own_redis.kill()
-    one.sharing.end_turn(claim)
+    one.sharing.leases.release(claim)
     own_redis.start()
     wait_until(own_redis.answers, "it has read its file")
     wait_until(lambda: is_free(other), "the session is free again")
     with pytest.raises(SessionBusyError):
-        other.sharing.begin_turn(SessionKey(TENANT, "blue"))
-    one.sharing.end_turn(held)
+        other.sharing.leases.acquire(SessionKey(TENANT, "blue"))
+    one.sharing.leases.release(held)
 
 
 def test_a_turn_that_began_while_redis_was_silent_frees_its_session_once_it_answers(own_redis, share):
     one, other = (share(own_redis, lease_s=3600.0) for _ in range(2))
     own_redis.pause()
     with no_answer_after(1.0), pytest.raises(RemoteError):
-        one.sharing.begin_turn(KEY)  # Redis gets it, and carries it out when it goes on
+        one.sharing.leases.acquire(KEY)  # Redis gets it, and carries it out when it goes on
     own_redis.resume()
     wait_until(own_redis.answers, "it goes on")
     wait_until(lambda: is_free(other), "the session is free again")
@@ -185,7 +185,7 @@ def test_what_is_given_back_late_is_what_may_have_been_taken_and_never_what_was_
 def test_a_deletion_elsewhere_ends_a_turn_that_runs(redis, share):
     one, other = share(redis), share(redis)
     talk(one, KEY, 1)
-    claim = one.sharing.begin_turn(KEY)
+    claim = one.sharing.leases.acquire(KEY)
     other.delete(KEY).wait()
     with pytest.raises(SessionTakenError):
         one.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()

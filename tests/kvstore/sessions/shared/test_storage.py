@@ -161,9 +161,9 @@ def test_a_session_whose_time_was_over_goes_on_where_another_server_goes_on(serv
     for _ in range(10):
         other.set_ttl(KEY, 1000).wait()
     assert one.delete(KEY, now).wait() is None
-    claim = other.sharing.begin_turn(KEY)
+    claim = other.sharing.leases.acquire(KEY)
     assert one.delete(KEY, 1e12).wait() is None  # a turn of it runs
-    other.sharing.end_turn(claim)
+    other.sharing.leases.release(claim)
     assert one.delete(KEY, 1e12).wait() is not None
 
 
