@@ -24,9 +24,9 @@ from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
-from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, answer_ids
-from kvstore.engine.text.prompts import check_length
+from kvstore.engine.text.prompts import check_length, texts_of
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
 
@@ -253,8 +253,7 @@ class Recall:
         conversation: the client's name of it, or "": of several with the same beginning, it is that one. continues: the
         last message is an answer that goes on. Raises ContextLengthError, and as `prompt_ids`.
         """
-        texts = [text for message in messages for text in texts_of(message)]
-        check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
+        check_length(texts_of(messages), self._language.tokenizer, self._client.facts.max_request_tokens)
         keys = Keys(self._client.facts.root(tenant), cache_salt, conversation)
         ids, earlier = self._prompt(keys, messages, options, continues)
         system = [message for message in messages[:1] if message["role"] == "system"]

@@ -12,7 +12,6 @@ Loads no torch; knows neither sessions nor a store.
 - `language`: how one request speaks with the model: tools, variables of the template, the parser of its answers
 - `prompts`: checks of prompts, session ids and lengths
 - `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`
-- `text_encoder`: ids of template text, with control tokens, and of people's text, without any
 
 Decisions:
 

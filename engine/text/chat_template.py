@@ -20,7 +20,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from kvstore.engine.text.text_encoder import TextEncoder
 from kvstore.errors import RequestError
 
 # role and content; of an assistant also reasoning_content and tool_calls, with which content may be None; of a tool
@@ -31,6 +30,9 @@ Message = dict[str, Any]
 _USER, _ANSWER, _NEXT = "kvstorefirstquestion", "kvstorefirstanswer", "kvstoresecondquestion"
 _TOOL, _KEY, _CALL_ID = "kvstoretool", "kvstorekey", "kvstore01"  # some templates want ids of nine characters
 MAX_VIEWS = 32  # of one template, by tools and variables
+# A private token before a part that is encoded alone: without it, tokenizers that mark the beginning of a text with a
+# space would mark every part.
+_ANCHOR = "\ue0f0kvstore\ue0f1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,15 +415,6 @@ def _content(message: Message) -> str:
     return message.get("content") or ""
 
 
-def texts_of(message: Message) -> list[str]:
-    """What a message brings into a prompt: its content, its reasoning, and the arguments of its calls."""
-    calls = [
-        given if isinstance(given := call["function"]["arguments"], str) else json.dumps(given, ensure_ascii=False)
-        for call in message.get("tool_calls") or ()
-    ]
-    return [_content(message), *filter(None, [message.get("reasoning_content"), *calls])]
-
-
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
     """How the template shows a content that ends at `end` and follows `before`."""
     for shown in (content, content.strip()):
@@ -429,3 +422,77 @@ def _content_before(rendered: str, end: int, before: str, content: str) -> str |
         if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
             return shown
     return None
+
+
+# -- text to ids -----------------------------------------------------------------------------------------------------
+class TextEncoder:
+    """Encodes with one tokenizer. Template text may contain its control tokens; people's text may not."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._mark = f"kvstore{secrets.token_hex(8)}x"  # nobody can spell it
+
+    def spells_control(self, text: str) -> bool:
+        return any(token in text for token in self._controls)
+
+    def whole_tokens(self, text: str, count: int) -> int:
+        """At most the last `count` characters. A cut through a control token moves behind it."""
+        cut = len(text) - count
+        for token in self._controls:
+            for start in range(max(0, cut - len(token) + 1), cut):
+                if text.startswith(token, start):
+                    return self.whole_tokens(text, len(text) - start - len(token))
+        return count
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The same tokenizer without any control token but the anchor: any text stays text."""
+        description = json.loads(self._backend.to_str())
+        description["added_tokens"] = []
+        plain = type(self._backend).from_str(json.dumps(description))
+        plain.add_special_tokens([_ANCHOR])
+        return plain
+
+    def hide_controls(self, value: Any) -> Any:
+        """The same JSON with a mark for each control token that its texts spell: `encode` makes plain text of it.
+
+        Marks are letters and digits, which templates neither escape nor trim.
+        """
+        if isinstance(value, Mapping):
+            return {self.hide_controls(key): self.hide_controls(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.hide_controls(part) for part in value]
+        if not isinstance(value, str) or not self._controls:
+            return value
+        return self._spelled.sub(lambda found: f"{self._mark}{self._controls.index(found.group())}end", value)
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self._controls, key=len, reverse=True))))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of template text, and of control tokens hidden in it as text."""
+        if self._mark not in text:
+            return _ids(self._backend, text)
+        first, *rest = re.split(f"{self._mark}([0-9]+)end", text)
+        ids = _ids(self._backend, first)
+        for index, part in zip(rest[::2], rest[1::2], strict=True):
+            ids += self.encode_plain(self._controls[int(index)]) + self.encode_part(part)
+        return ids
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of template text within a prompt, as after a control token if the tokenizer has one."""
+        if not text or not self._controls or text.startswith(tuple(self._controls)):
+            return self.encode(text)
+        return self.encode(self._controls[0] + text)[1:]
+
+    def encode_plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Encode as a batch of one, which, unlike `encode`, lets other threads run meanwhile."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.chat_template import Message
 from kvstore.errors import ContextLengthError, RequestError
 
 USUAL_CHARS = 8  # of a token; texts that fit with so many are tokenized without further checks
@@ -140,8 +141,18 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
             yield text[start : start + PART_CHARS]
 
 
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """What messages bring into a prompt: their contents, their reasoning, and the arguments of their calls."""
+    texts = list[str]()
+    for message in messages:
+        given = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+        calls = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in given]
+        texts += [message.get("content") or "", *filter(None, [message.get("reasoning_content"), *calls])]
+    return texts
+
+
 def num_chars_of(messages: Sequence[Message]) -> int:
-    return sum(len(text) for message in messages for text in texts_of(message))
+    return sum(map(len, texts_of(messages)))
 
 
 def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer: Any, limit: int) -> list[Message]:
@@ -155,7 +166,7 @@ def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer:
         raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
     if not params.detokenize:
         raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
-    texts = [text for message in messages for text in texts_of(message)]
+    texts = texts_of(messages)
     for text in texts:
         check_text(text, "message")
         check_length([text], tokenizer, limit)

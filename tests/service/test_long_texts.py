@@ -146,7 +146,7 @@ def test_what_cannot_fit_waits_for_nothing_and_is_not_tokenized(resting, route, 
     def encoded(*_):
         raise AssertionError("a text that cannot fit was tokenized")
 
-    monkeypatch.setattr("kvstore.engine.text.text_encoder._ids", encoded)
+    monkeypatch.setattr("kvstore.engine.text.chat_template._ids", encoded)
     reply = resting.post(route.partition(" ")[0].rstrip(","), ROUTES[route])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 

@@ -17,9 +17,9 @@ from typing import Any
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import num_chars_of
+from kvstore.engine.text.prompts import num_chars_of, texts_of
 from kvstore.engine.turns import Turn
 from kvstore.errors import KVStoreError, RequestError
 from kvstore.service.api.context import Context, Exchange
@@ -91,7 +91,7 @@ async def open_stateless(
 
     Raises ApiError 429 or 503 where there is no room, and RequestError.
     """
-    check_chars_of(context, [text for message in history.messages for text in texts_of(message)])
+    check_chars_of(context, texts_of(history.messages))
     async with context.reading(context.engine.turn(partial(_stateless, context, history)), exchange) as turn:
         yield [turn]
 

@@ -14,7 +14,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from kvstore.engine.sessions.stored import Hold
-from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.prompts import texts_of
 from kvstore.engine.turns import held
 from kvstore.errors import SessionNotFoundError
 from kvstore.service.api import schema
@@ -267,7 +268,7 @@ async def import_session(request: web.Request) -> web.Response:
     """Nothing is computed: the next turn reads the whole history."""
     context, body = context_of(request), await read_body(request, ImportBody)
     said = schema.messages_of(body.messages)
-    schema.check_chars_of(context, [text for message in said for text in texts_of(message)])
+    schema.check_chars_of(context, texts_of(said))
     key = SessionKey(tenant_of(request), await turns.new_session_id(context, request, "/sessions"))
     head = await context.engine.call(_import, context, key, _exchanges(said), body)
     return json_response(_info(context, head))

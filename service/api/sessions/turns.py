@@ -20,9 +20,9 @@ from kvstore.engine.outputs import CachedTokensDetails, Miss, Piece, RequestOutp
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.stored import Hold, OneTurn
-from kvstore.engine.text.chat_template import Message, texts_of
+from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import num_chars_of
+from kvstore.engine.text.prompts import num_chars_of, texts_of
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context, Exchange, tenant_of
@@ -110,7 +110,7 @@ async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -
     A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
     SessionBusyError, SessionNotFoundError, and what `ChatSession.begin` raises.
     """
-    for text in (wanted.system or "", *(text for message in wanted.messages for text in texts_of(message))):
+    for text in (wanted.system or "", *texts_of(wanted.messages)):
         check_chars_of(context, [text])
     async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), exchange) as turn:
         yield [turn]
