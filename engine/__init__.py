@@ -16,7 +16,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `engine`: `Engine`: prompts, conversations and administration, whichever process computes
 - `progress`: what an engine says while it starts; warnings in one line
 - `program`: the program of a process that computes for another: of an engine, or of another rank
-- `outputs`: what a caller gets back: choices, usage, pieces of a stream
+- `outputs`: what a caller gets back: facts about the engine, choices, usage, pieces of a stream
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: the shape of `Engine.stats()`
 - `turns`: an answer in an event loop: a task that is told and never cancelled

@@ -1,4 +1,7 @@
-"""What a caller gets back: choices, usage, the pieces of a stream; sizes as text. Plain data, no torch."""
+"""What a caller gets back: facts about the engine, choices, usage, the pieces of a stream; sizes as text.
+
+Plain data, no torch.
+"""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +11,33 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about an open core.
+
+    max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
+    pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
+    and layout where KV outlives the process, else empty. root_secret: of its lineage roots. sampling_defaults: what the
+    model's authors recommend.
+    """
+
+    model_name: str
+    max_model_len: int
+    max_request_tokens: int
+    block_size: int
+    block_bytes: int
+    vocab_size: int
+    fingerprint: bytes
+    root_secret: bytes = field(repr=False)
+    sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
+
+    def root(self, tenant: str, cache_salt: str = "") -> BlockId:
+        """The lineage root of this tenant's chains."""
+        return lineage_root(self.root_secret, self.fingerprint.hex(), tenant, cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

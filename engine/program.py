@@ -8,114 +8,23 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-
-import msgspec
+from contextlib import contextmanager
 
 from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.client.messages import (
-    Answered,
-    Called,
-    CallsTool,
-    Close,
-    Core,
     Opened,
     Starting,
-    Submit,
-    Updates,
-    decode_inbound,
-    encode,
 )
+from kvstore.engine.client.remote import CoreServer
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.core.request import Ended, Update
-from kvstore.engine.process.channel import Channel, Failed, Start
+from kvstore.engine.process.channel import Channel, Failed, Start, encode
 from kvstore.engine.process.child import Heart, be_child, own_channel
 from kvstore.engine.progress import told_to
-from kvstore.errors import EngineClosedError, KVStoreError, RequestError
 
 TERM_GRACE_S = 10  # how long to wait for the front after SIGTERM before ending
-POLL_MS = 1000  # how often to check whether the engine has ended by itself
-MAX_CALLS = 32  # that run at once; others wait for their turn
-NOTHING = msgspec.Raw(encode(None))
-
-
-class CoreServer:
-    """Serves a core through a channel. The main thread puts the front's requests into the engine's inbox; the stepping
-    thread sends the results.
-    """
-
-    def __init__(self, core: Core, channel: Channel, heart: Heart) -> None:
-        self._core = core
-        self._channel = channel
-        self._heart = heart
-        self._calls = ThreadPoolExecutor(MAX_CALLS, "core-call")  # as each may wait for the disk
-        self._told: Exception | None = None  # the error that was last reported on stderr
-        self._over = False
-        core.on_news = self._publish
-
-    def stop(self, *_: object) -> None:
-        """For a signal handler."""
-        self._over = True
-
-    def run(self) -> None:
-        """Serve until the front or a signal ends it, or the core has ended. The core is then to be closed, which tells
-        the front that running requests have ended.
-        """
-        poller = select.poll()
-        poller.register(self._channel, select.POLLIN)
-        while not self._over and self._core.state == "running":
-            if poller.poll(POLL_MS):
-                self.take_in()
-
-    # -- what comes in -----------------------------------------------------------------------------------------------
-    def take_in(self) -> None:
-        for message in map(decode_inbound, self._channel.receive()):
-            if isinstance(message, Submit):
-                self._submit(message)
-            elif isinstance(message, Called):
-                self._calls.submit(self._answer, message)
-            elif isinstance(message, Close):
-                self._over = True
-            else:
-                with suppress(EngineClosedError):
-                    if isinstance(message, CallsTool):
-                        self._core.note_call(message.request_id, message.index)
-                    else:
-                        self._core.end(message.request_id, message.index, message.stop_string)
-
-    def _submit(self, prompt: Submit) -> None:
-        try:
-            self._core.submit([prompt])
-        except Exception as error:
-            self._channel.send_all(encode(Updates([Update(prompt.request_id, [], Ended(error=error))])))
-
-    def _answer(self, asked: Called) -> None:
-        try:
-            answered = Answered(asked.number, msgspec.Raw(encode(self._core.call(asked.verb))))
-        except Exception as error:
-            if not isinstance(error, KVStoreError):
-                print(f"kvstore: {type(asked.verb).__name__} failed: {error}", file=sys.stderr, flush=True)
-            answered = Answered(asked.number, NOTHING, error)
-        self._channel.send_all(encode(answered))
-
-    # -- what goes out, from the thread that steps -------------------------------------------------------------------
-    def _publish(self) -> None:
-        updates = self._core.take_news()
-        for update in updates:
-            if update.ended is not None and update.ended.error is not self._told:
-                self._told = error = update.ended.error
-                # Once for all requests that it has ended. What is wrong with one request is its caller's.
-                if error is not None and not isinstance(error, RequestError):
-                    why = f"{type(error).__name__}: {error}"
-                    print(f"kvstore: a step of the engine failed: {why}", file=sys.stderr, flush=True)
-        self._heart.rest()  # the front may be slow
-        self._channel.send_all(encode(Updates(updates)))
-        self._heart.begin()
 
 
 @contextmanager

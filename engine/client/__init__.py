@@ -6,7 +6,8 @@ Knows no session and no HTTP. Only `local` loads torch.
 - `messages`: `Core`: what computes, wherever it runs; prompts, verbs and their results, as they also cross between
   processes
 - `opening`: opens the core that an engine has, and divides one configuration among several
-- `remote`: `RemoteCore`: starts, watches, restarts and closes a core in a process of its own, and speaks with it
+- `remote`: `RemoteCore`: starts, watches, restarts and closes a core in a process of its own; `CoreServer`: serves it
+  there
 - `requests`: `CoreClient`: every running request with its handle, text, stop strings and usage
 - `several`: `SeveralCores`: several processes, each with the whole model, as one core: routes, adds up counters
 

@@ -28,7 +28,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.weights import weights_digest
 from kvstore.engine.client import messages
-from kvstore.engine.client.messages import Call, Facts, State, Submit
+from kvstore.engine.client.messages import Call, State, Submit
 from kvstore.engine.config import EngineConfig, SchedulerConfig, default_topic
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Update
@@ -43,6 +43,7 @@ from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.states import keeps_states
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
+from kvstore.engine.outputs import Facts
 from kvstore.engine.process.child import Heart
 from kvstore.engine.progress import KERNELS, PROBE, WEIGHTS, begin
 from kvstore.engine.ranks.on_ray import others_on_ray

@@ -7,48 +7,21 @@ no engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args
 
 import msgspec
 
-from kvstore.blocks.ids import BlockId, Lineage, lineage_root
+from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.core.request import Update
+from kvstore.engine.outputs import Facts
 from kvstore.engine.process.channel import Failed, as_error
-from kvstore.engine.process.channel import encode as encoded
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.errors import RequestError
 
 R = TypeVar("R", covariant=True)
 Spliced = tuple[Sequence[BlockId], Lineage]  # the ids of a chain's first blocks, and what they are built on
 Result = TypeVar("Result")
 State = Literal["starting", "running", "restarting", "failed", "closed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about an open core.
-
-    max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
-    pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
-    and layout where KV outlives the process, else empty. root_secret: of its lineage roots. sampling_defaults: what the
-    model's authors recommend.
-    """
-
-    model_name: str
-    max_model_len: int
-    max_request_tokens: int
-    block_size: int
-    block_bytes: int
-    vocab_size: int
-    fingerprint: bytes
-    root_secret: bytes = field(repr=False)
-    sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
-
-    def root(self, tenant: str, cache_salt: str = "") -> BlockId:
-        """The lineage root of this tenant's chains."""
-        return lineage_root(self.root_secret, self.fingerprint.hex(), tenant, cache_salt)
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -204,14 +177,6 @@ _RESULTS = {verb: msgspec.msgpack.Decoder(get_args(verb.__orig_bases__[0])[0]) f
 
 def decode_result(verb: Call[R], data: msgspec.Raw) -> R:
     return cast(R, _RESULTS[type(verb)].decode(data))
-
-
-def encode(message: object) -> bytes:
-    """Raises RequestError for a text that is not valid Unicode."""
-    try:
-        return encoded(message)
-    except UnicodeEncodeError:
-        raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
 
 
 decode_inbound = msgspec.msgpack.Decoder(Submit | End | CallsTool | Called | Close).decode

@@ -1,4 +1,4 @@
-"""A core in a process of its own: starts, watches, restarts and closes it, and speaks with it.
+"""A core in a process of its own, at both ends: starts, watches, restarts and closes it; serves it in that process.
 
 So tokenizing, templates, the text of answers and HTTP do not share an interpreter with the engine's steps.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import select
 import selectors
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -25,23 +28,24 @@ from kvstore.engine.client.messages import (
     Called,
     CallsTool,
     Close,
+    Core,
     End,
-    Facts,
     Opened,
     ReadStats,
     Starting,
     State,
     Submit,
     Updates,
+    decode_inbound,
     decode_outbound,
     decode_result,
-    encode,
 )
 from kvstore.engine.core.request import Ended, Update
-from kvstore.engine.process.channel import Failed, Readiness
-from kvstore.engine.process.child import Child
+from kvstore.engine.outputs import Facts
+from kvstore.engine.process.channel import Channel, Failed, Readiness, encode
+from kvstore.engine.process.child import Child, Heart
 from kvstore.engine.progress import begin
-from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
+from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError, RequestError
 
 R = TypeVar("R")
 MAX_REQUESTS = 16384
@@ -53,6 +57,9 @@ MAX_DELAY_S = 60.0
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
 LOGGER = logging.getLogger("kvstore.engine")
 WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
+LOOK_MS = 1000  # how often the process looks whether its core has ended by itself
+MAX_CALLS = 32  # that run at once in the process; others wait for their turn
+NOTHING = msgspec.Raw(encode(None))
 
 
 @dataclass(slots=True)
@@ -381,3 +388,78 @@ class RemoteCore:
             answer.set_result(said.result)
         else:
             answer.set_exception(said.error)
+
+
+# -- in its process --------------------------------------------------------------------------------------------------
+class CoreServer:
+    """Serves a core through a channel. The main thread puts the front's requests into the engine's inbox; the stepping
+    thread sends the results.
+    """
+
+    def __init__(self, core: Core, channel: Channel, heart: Heart) -> None:
+        self._core = core
+        self._channel = channel
+        self._heart = heart
+        self._calls = ThreadPoolExecutor(MAX_CALLS, "core-call")  # as each may wait for the disk
+        self._told: Exception | None = None  # the error that was last reported on stderr
+        self._over = False
+        core.on_news = self._publish
+
+    def stop(self, *_: object) -> None:
+        """For a signal handler."""
+        self._over = True
+
+    def run(self) -> None:
+        """Serve until the front or a signal ends it, or the core has ended. The core is then to be closed, which tells
+        the front that running requests have ended.
+        """
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        while not self._over and self._core.state == "running":
+            if poller.poll(LOOK_MS):
+                self.take_in()
+
+    # -- what comes in -----------------------------------------------------------------------------------------------
+    def take_in(self) -> None:
+        for message in map(decode_inbound, self._channel.receive()):
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Called):
+                self._calls.submit(self._answer, message)
+            elif isinstance(message, Close):
+                self._over = True
+            else:
+                with suppress(EngineClosedError):
+                    if isinstance(message, CallsTool):
+                        self._core.note_call(message.request_id, message.index)
+                    else:
+                        self._core.end(message.request_id, message.index, message.stop_string)
+
+    def _submit(self, prompt: Submit) -> None:
+        try:
+            self._core.submit([prompt])
+        except Exception as error:
+            self._channel.send_all(encode(Updates([Update(prompt.request_id, [], Ended(error=error))])))
+
+    def _answer(self, asked: Called) -> None:
+        try:
+            answered = Answered(asked.number, msgspec.Raw(encode(self._core.call(asked.verb))))
+        except Exception as error:
+            if not isinstance(error, KVStoreError):
+                print(f"kvstore: {type(asked.verb).__name__} failed: {error}", file=sys.stderr, flush=True)
+            answered = Answered(asked.number, NOTHING, error)
+        self._channel.send_all(encode(answered))
+
+    # -- what goes out, from the thread that steps -------------------------------------------------------------------
+    def _publish(self) -> None:
+        updates = self._core.take_news()
+        for update in updates:
+            if update.ended is not None and update.ended.error is not self._told:
+                self._told = error = update.ended.error
+                # Once for all requests that it has ended. What is wrong with one request is its caller's.
+                if error is not None and not isinstance(error, RequestError):
+                    why = f"{type(error).__name__}: {error}"
+                    print(f"kvstore: a step of the engine failed: {why}", file=sys.stderr, flush=True)
+        self._heart.rest()  # the front may be slow
+        self._channel.send_all(encode(Updates(updates)))
+        self._heart.begin()

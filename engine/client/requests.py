@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss
-from kvstore.engine.client.messages import Call, Core, Facts, Spliced, Submit
+from kvstore.engine.client.messages import Call, Core, Spliced, Submit
 from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import (
     NO_EARLIER,
     CachedTokensDetails,
     Choice,
     Earlier,
+    Facts,
     Piece,
     RequestOutput,
     Timings,

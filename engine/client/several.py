@@ -18,9 +18,10 @@ from typing import Any, TypeVar, cast
 from kvstore.blocks.ids import BlockId, extend_chain
 from kvstore.blocks.records import Evicted
 from kvstore.engine.client import messages
-from kvstore.engine.client.messages import Call, Facts, State, Submit
+from kvstore.engine.client.messages import Call, State, Submit
 from kvstore.engine.client.remote import RemoteCore
 from kvstore.engine.core.request import Update
+from kvstore.engine.outputs import Facts
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError
 from kvstore.owned_disk import OwnedDisk
 

@@ -238,7 +238,15 @@ def as_error(_: type, data: Any) -> Exception:
     return error_of(Failure(*data))
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_as_data).encode
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_data)
+
+
+def encode(message: object) -> bytes:
+    """Raises RequestError for a text that is not valid Unicode."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
 
 
 decode_start = msgspec.msgpack.Decoder(Start).decode

@@ -15,13 +15,13 @@ import pytest
 from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
 from kvstore.blocks.ids import Lineage
 from kvstore.engine import async_engine
-from kvstore.engine.client.messages import End, Facts, Opened, Submit, Updates, decode_outbound, encode
-from kvstore.engine.client.remote import MAX_REQUESTS, READ, RemoteCore
+from kvstore.engine.client.messages import End, Opened, Submit, Updates, decode_outbound
+from kvstore.engine.client.remote import MAX_REQUESTS, READ, CoreServer, RemoteCore
 from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.core.request import Said, Update
-from kvstore.engine.process.channel import Channel, Start
+from kvstore.engine.outputs import Facts
+from kvstore.engine.process.channel import Channel, Start, encode
 from kvstore.engine.process.child import Child, Heart
-from kvstore.engine.program import CoreServer
 from kvstore.errors import (
     ConfigError,
     ContextLengthError,

@@ -12,7 +12,6 @@ from kvstore.engine.client.messages import (
     Answered,
     Called,
     EvictBlocks,
-    Facts,
     Flush,
     Pin,
     ReadStats,
@@ -23,12 +22,11 @@ from kvstore.engine.client.messages import (
     decode_inbound,
     decode_outbound,
     decode_result,
-    encode,
 )
 from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.core.request import Ended, Said, Update
-from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
-from kvstore.engine.process.channel import Failed
+from kvstore.engine.outputs import CachedTokensDetails, Facts, Timings, TokenLogprob
+from kvstore.engine.process.channel import Failed, encode
 from kvstore.errors import (
     ConfigError,
     ContextLengthError,

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.blocks.ids import Lineage
 from kvstore.engine.builtin import MODEL_DIR
-from kvstore.engine.client.messages import Facts, Forget, ReadStats
+from kvstore.engine.client.messages import Forget, ReadStats
 from kvstore.engine.core.request import Ended, Said, Update
+from kvstore.engine.outputs import Facts
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
 from kvstore.service.api.context import Context, Exchange
