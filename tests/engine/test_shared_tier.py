@@ -7,11 +7,9 @@ import pytest
 
 from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import Evict
-from kvstore.errors import ConfigError
 from tests.support.buckets import Directory, s3_server
 from tests.support.engines import ask, evict_memory, greedy, tokens
 from tests.support.redis_server import RedisServer, wait_for_answers
-from tests.support.tcp_proxy import Faults, Proxy
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("fleet")
@@ -77,25 +75,6 @@ def test_another_replica_hits_what_one_has_computed(model, plain, shared, tmp_pa
             assert output.token_ids == plain(history, 8) and output.usage.cached_tokens_details.disk == 128
 
 
-def test_another_replica_hits_in_a_bucket_of_a_server(model, plain, monkeypatch):
-    with s3_server(monkeypatch) as server:
-
-        def is_stored() -> bool:
-            with replica(model, server.url) as first:
-                assert ask(first, PROMPT).token_ids == plain(PROMPT, 4)
-                share(first)
-            return bool(server.names())
-
-        def is_hit() -> bool:
-            with replica(model, server.url) as second:
-                output = ask(second, PROMPT)
-            assert output.token_ids == plain(PROMPT, 4)
-            return hit(output) == 192
-
-        wait_until(is_stored)  # a server on a busy machine answers later than a request waits
-        wait_until(is_hit)
-
-
 @pytest.mark.parametrize("process", ["here", "own"])
 def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, tmp_path, process):
     url = Directory(tmp_path / "objects").url
@@ -107,26 +86,6 @@ def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model
         head = second.chats.language.chat_template().head_ids([{"role": "system", "content": SYSTEM}])
         assert len(head) >= 48
         assert hit(second.chat("b", system=SYSTEM).send("What is a ship?", greedy(4))) == len(head) // 16 * 16
-
-
-def in_memory(engine) -> dict[bytes, bytes]:
-    """Bytes of each block of the CPU tier."""
-    parts = engine.connector.parts
-    with parts.lock:
-        cpu, arena = parts.cpu, parts.arena
-        return {cpu.record(one).block_id: bytes(arena.view(one)) for one in cpu.pool.cached_blocks()}
-
-
-def test_a_block_that_comes_back_is_bit_identical(model, shared):
-    with replica(model, shared.url) as first:
-        ask(first, PROMPT)
-        share(first)
-        computed = in_memory(first)
-    with replica(model, shared.url) as second:
-        assert hit(ask(second, PROMPT)) == 192
-        share(second)
-        assert len(computed) == 12
-        assert in_memory(second) == computed
 
 
 def test_another_model_tenant_salt_or_secret_never_hits(model, saved_model, shared, monkeypatch):
@@ -214,61 +173,6 @@ def test_a_server_that_is_not_there_from_the_start(model, plain, tmp_path):
             ask(engine, PROMPT)
             share(engine)
             assert len(server.names()) == 12
-
-
-@pytest.mark.parametrize("options", [("--requirepass", "other"), ("--maxmemory", "1mb")])
-def test_a_server_that_refuses(model, plain, tmp_path, options):
-    with RedisServer(tmp_path, *options) as server, replica(model, server.url, tmp_path / "a") as engine:
-        for seed in range(4):
-            prompt = tokens(seed, 240)
-            assert ask(engine, prompt).token_ids == plain(prompt, 4)
-        share(engine)
-        found = engine.stats()["remote"]
-        assert "NOAUTH" in str(found["degraded"]) or found["full"]
-        assert found["stored"] < 4 * 15
-
-
-def test_wrong_credentials_are_said_and_cost_no_request(model, plain, monkeypatch):
-    with s3_server(monkeypatch, keys=True) as server:
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ngwr0ng")
-        with replica(model, server.url) as engine:
-            assert ask(engine, PROMPT).token_ids == plain(PROMPT, 4)
-            wait_until(lambda: degraded(engine))
-            assert "403" in degraded(engine)
-            assert "wr0ng" not in str(engine.stats())
-
-
-@pytest.mark.parametrize("faults", [Faults(cut_after=50_000), Faults(flipped_at=20_000), Faults(bytes_per_s=1e6)])
-def test_no_wrong_answer_through_a_bad_network(model, plain, redis, faults):
-    with replica(model, redis.url) as first:
-        ask(first, PROMPT)
-        share(first)
-    with Proxy(redis.port) as proxy:
-        proxy.faults = faults
-        with replica(model, proxy.url) as second:
-            for prompt in (PROMPT, [*PROMPT, *tokens(7, 40)]):
-                output = ask(second, prompt)
-                assert output.token_ids == plain(prompt, 4)
-                hit(output)
-            second.check_integrity()
-
-
-def test_what_cannot_work_is_refused_at_once(model, tmp_path, monkeypatch):
-    url = "redis://localhost"
-    with pytest.raises(ConfigError, match="cannot be opened"):
-        replica(model, f"file://{tmp_path / 'none'}")
-    with pytest.raises(ConfigError, match="cpu and disk are 0"):
-        CacheTiers(remote=url)
-    with pytest.raises(ConfigError, match="remote is 'http://x'; give redis://"):
-        CacheTiers(cpu="1GiB", remote="http://x")
-    with pytest.raises(ConfigError, match="remote_ttl_s is 0"):
-        CacheTiers(cpu="1GiB", remote=url, remote_ttl_s=0)
-    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "short")
-    with pytest.raises(ConfigError, match="has 5 characters"):
-        CacheTiers(cpu="1GiB", remote=url)
-    monkeypatch.delenv("KVSTORE_FLEET_SECRET")
-    with pytest.raises(ConfigError, match="no secret of the fleet"):
-        CacheTiers(cpu="1GiB", remote=url)
 
 
 # -- conversations whose KV is in the shared tier alone ----------------------------------------------------------------

@@ -86,6 +86,9 @@ def test_tiers_have_defaults_and_hbm_may_be_auto():
         ({"disk": "1GiB"}, "path is not set, but disk is"),
         ({"disk_per_tenant": -1}, "disk_per_tenant is -1"),
         ({"codec": "gzip"}, "codec is 'gzip'; give one of raw, zstd, split-zstd"),
+        ({"cpu": 1, "remote": "http://x"}, "remote is 'http://x'; give redis://"),
+        ({"cpu": 1, "remote": "redis://a", "remote_ttl_s": 0}, "remote_ttl_s is 0"),
+        ({"cpu": 1, "remote": "redis://a"}, "no secret of the fleet"),
     ],
 )  # fmt: skip
 def test_wrong_tiers_are_refused(options, message):
@@ -159,6 +162,7 @@ def test_fewer_tokens_a_step_than_requests_is_allowed():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"cpu": 0, "remote": "redis://a"}, "cpu and disk are 0"),
         ({"role": "both"}, "role is 'both'; give one of prefill, decode"),
         ({"role": "prefill"}, "remote is not set"),
         ({"role": "decode", "remote": "redis://a"}, "prefill_url is not set"),
@@ -167,9 +171,9 @@ def test_fewer_tokens_a_step_than_requests_is_allowed():
         ({"role": "decode", "remote": "redis://a", "prefill_url": "a"}, "prefill_url is 'a'; give http://host:8000"),
     ],
 )
-def test_roles_that_cannot_be_are_refused(options, words, monkeypatch):
+def test_remote_tiers_and_roles_that_cannot_be_are_refused(options, words, monkeypatch):
     monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
     with pytest.raises(ConfigError, match=words):
-        CacheTiers(cpu="1MiB", **options)
+        CacheTiers(**{"cpu": "1MiB", **options})
     both = CacheTiers(cpu="1MiB", remote="redis://a", role="decode", prefill_url="http://a:1")
     assert both.prefill_url == "http://a:1"

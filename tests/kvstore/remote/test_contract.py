@@ -4,6 +4,7 @@ An exact tier is written to in transactions, so a batch of it names no chain.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,7 +21,7 @@ from kvstore.remote.names import BlockNames, FleetSecret
 from kvstore.remote.object_address import parse_object_url
 from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.redis_blocks import RedisBlocks
-from kvstore.tiers.port import Keeps, ReadJob, WriteBatch, WriteJob
+from kvstore.tiers.port import Keeps, ReadJob, WriteBatch
 from tests.kvstore.remote.chains import FINGERPRINT, NAMES, SECRET, SIZE, Server, make_chain
 from tests.kvstore.remote.conftest import BUCKETS
 
@@ -118,12 +119,14 @@ def test_what_a_believed_tier_has_is_not_sent_again(place):
 
 
 def test_what_is_gone_when_it_is_fetched_is_not_reported_as_stored(place):
-    made, server = make_chain(3), place.server()
-    jobs = (*made.jobs(0, 2), WriteJob(2, made.records[2], SIZE, lambda: None, 2))
-    written = server.session.write(WriteBatch(jobs, chain=made.chain))
+    made, server = make_chain(9), place.server()
+    jobs = [replace(job, fetch=lambda: None) if job.index == 4 else job for job in made.jobs()]
+    written = server.session.write(WriteBatch(tuple(jobs), chain=made.chain))
     errors = {one.block_id: one.error for one in written.stored}
-    assert [errors[one] for one in made.chain.ids] == [None, None, "gone before it was stored"]
-    assert server.count(made) == 2
+    refused = "refused" if isinstance(server.tier, OwnedBlocks) else None
+    assert [errors[one] for one in made.chain.ids] == [None] * 4 + ["gone before it was stored"] + [refused] * 4
+    assert server.put(made) == [None] * 9
+    assert server.count(made) == 9 and server.read(made) == [ReadResult.OK] * 9
 
 
 def test_deleted_blocks_are_gone_for_everybody(place):

@@ -158,6 +158,9 @@ def test_a_wrong_password_is_said_and_never_shown(tmp_path):
             found = str(store.tier.as_dict())
             assert "WRONGPASS" in found
             assert "wr0ng" not in found
+        with Store(server.port) as store:
+            assert store.ask() is None
+            assert "NOAUTH" in store.tier.as_dict()["degraded"]
         with Store(server.port, password="right") as store:
             assert store.ask() == [False] * 100
 

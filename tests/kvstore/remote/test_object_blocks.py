@@ -113,19 +113,6 @@ def test_a_group_ends_where_another_conversation_may_go_on(bucket):
     assert len(bucket.names()) == 4, "and nowhere else, but after 64"
 
 
-def test_what_is_gone_when_it_is_fetched_is_not_reported_as_stored(bucket):
-    made = make_chain(9)
-    jobs = [replace(job, fetch=lambda: None) if job.index == 4 else job for job in made.jobs()]
-    with server_of(bucket) as server, server_of(bucket) as other:
-        errors = {
-            one.block_id: one.error for one in server.session.write(WriteBatch(tuple(jobs), chain=made.chain)).stored
-        }
-        assert [errors[one] for one in made.chain.ids] == [None] * 4 + ["gone before it was stored"] + [None] * 4
-        assert other.session.ask(made.chain) == [False] * 5 + [True] * 4
-        assert server.put(made) == [None] * 9
-        assert other.count(made) == 9
-
-
 def test_deleted_blocks_are_gone_also_for_a_server_that_knows_nothing_but_their_ids(bucket):
     with server_of(bucket) as first, server_of(bucket) as second:
         for end in (5, 80, 90):
@@ -217,8 +204,3 @@ def test_a_chain_lives_as_long_as_its_youngest_end(directory):
         assert server.count(made) == 100
         directory.age(NAMES.of(made.chain.ids[-1]), 0.7 * TTL_S)
         assert server.count(made) == 0
-
-
-def test_the_text_of_a_store_is_its_address(directory):
-    with server_of(directory) as server:
-        assert str(server.tier) == directory.url

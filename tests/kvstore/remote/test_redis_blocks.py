@@ -100,7 +100,3 @@ def test_what_a_network_flips_is_not_served(redis, session, flipped):
         assert len(whole) < 4
         assert are_right(whole)
         through.close()
-
-
-def test_the_text_of_a_store_is_its_address():
-    assert str(RedisBlocks(RedisAddress("h", password="s3cret"), NAMES, 1.0)) == "redis://h:6379/0"
