@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from kvstore.config import DURATION
-from kvstore.disk.directory import StoreDirectory
 from kvstore.errors import StoreLockedError
 from kvstore.service.command import cli, store_tables
 from kvstore.service.command import store as store_commands
@@ -134,6 +133,8 @@ def test_sessions_alone(run, store):
     code, out, err = run("sessions", "delete", "anna", "--store", store.path)
     assert (code, out) == (1, "") and "there is no session 'anna'" in err and err.count("\n") == 1
     assert len(block_ids(store)) == store.num_blocks - NUM_OWN
+    run("sessions", "delete", "--store", store.path, "bert")
+    assert run("sessions", "--store", store.path)[1] == "no sessions\n"
 
 
 def test_the_transcript_of_a_session(run, store):
@@ -200,17 +201,6 @@ def test_a_missing_store_is_one_line_and_is_not_made(run, tmp_path, command):
     code, _, err = run(command, *arguments)  # the default
     assert code == 1 and f"{tmp_path}/home/.local/share/kvstore" in err
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "home").exists()
-
-
-def test_an_empty_store_has_zeros(run, tmp_path):
-    StoreDirectory.open(tmp_path / "store").close()
-    code, out, _ = run("stats", "--store", tmp_path / "store")
-    assert code == 0 and re.search(r"disk +0 +0 B", out) and "0, with 0 turns" in out
-    assert json.loads(run("stats", "--store", tmp_path / "store", "--json")[1])["disk"]["blocks"] == 0
-    assert run("sessions", "--store", tmp_path / "store")[1] == "no sessions\n"
-    assert run("verify", "--store", tmp_path / "store")[0] == 0
-    assert run("compact", "--store", tmp_path / "store")[0] == 0
-    assert run("evict", "--all", "--store", tmp_path / "store")[0] == 0
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------

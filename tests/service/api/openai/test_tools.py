@@ -11,7 +11,6 @@ import openai
 import pydantic
 import pytest
 
-from kvstore import AnswerOptions
 from kvstore.service.api.asking import LOGGER
 from tests.support.service.serving import KEY, server_fixture
 from tests.support.tools import PERSON, TOOLS, is_weather, reordered
@@ -76,15 +75,6 @@ def test_calls_sent_back_in_another_form_of_the_same_json_hit_like_any_turn(clie
     first = must_call(client, asked)
     second = ask(client, [*asked, *rounds(first, change=reordered)], tools=TOOLS, max_tokens=8)
     assert cached(second) == (first.usage.total_tokens - 1) // 16 * 16
-
-
-def test_edited_arguments_are_believed(client, server):
-    first = must_call(client, tool_choice={"type": "function", "function": {"name": "weather"}}, seed=12)
-    edited = rounds(first, change=lambda _: '{"city": "Oslo", "days": 77}')
-    ask(client, [*ASKED, *edited], tools=TOOLS, max_tokens=1)
-    edited[0]["content"] = ""
-    prompt = server.context.recall.prompt_ids("", "", [*ASKED, *edited], AnswerOptions(TOOLS))
-    assert '"days": 77' in server.engine.tokenizer.decode(prompt).replace('\\"', '"')
 
 
 def test_a_named_function_and_none(client):
