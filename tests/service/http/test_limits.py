@@ -37,7 +37,8 @@ def test_the_server_turns_away_what_is_beyond_its_queue():
         assert (error.status, error.code) == (503, "server_overloaded")
         assert int(error.headers["Retry-After"]) > 0
         assert (found.num_admitted, found.counts()) == (2, {"a": 1, "b": 1})
-    assert refusal(found, "c") is None
+    with found.admit("a", 64 - 8):
+        assert refusal(found, "b", 9).status == 503 and refusal(found, "b", 8) is None
     assert idle(found)
 
 
@@ -59,7 +60,7 @@ def test_one_tenant_does_not_fill_the_queue_of_all():
             assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
             assert int(error.headers["Retry-After"]) > 0
         assert refusal(found, "d") is None
-    with found.admit("a", 6 * 32):
+    with found.admit("a", 32), found.admit("a", 5 * 32):
         assert refusal(found, "a").status == 429
         assert refusal(found, "b", 3 * 32) is None
     assert idle(found)
@@ -67,22 +68,24 @@ def test_one_tenant_does_not_fill_the_queue_of_all():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_comings_and_goings_keep_the_limits(seed):
-    chance, found, running = random.Random(seed), limits(is_shared=True, max_queue=12), list[tuple[str, ExitStack]]()
+    chance, found = random.Random(seed), limits(is_shared=True, max_queue=12)
+    running = list[tuple[str, int, ExitStack]]()
     for _ in range(300):
-        tenant, size = chance.choice("abc"), chance.choice([1, 8, 60])
-        others = sum(name != tenant for name, _ in running)
+        tenant, size, place = chance.choice("abc"), chance.choice([1, 8, 60]), ExitStack()
+        others = [other for name, other, _ in running if name != tenant]
         try:
-            running.append((tenant, ExitStack()))
-            running[-1][1].enter_context(found.admit(tenant, size))
-            assert len(running) - others <= (12 - others) // 2
+            place.enter_context(found.admit(tenant, size))
+            running.append((tenant, size, place))
+            assert len(running) - len(others) <= (12 - len(others)) // 2
+            assert found.counts()[tenant] <= (12 * 32 - sum(others)) // 2
         except ApiError as error:
             assert error.status in (429, 503)
-            running.pop()
         if running and chance.random() < 0.5:
-            running.pop(chance.randrange(len(running)))[1].close()
-        assert found.num_admitted == len(running) and sum(found.counts().values()) <= 12 * 32
-    for _, one in running:
-        one.close()
+            running.pop(chance.randrange(len(running)))[2].close()
+        counts = {name: sum(one for other, one, _ in running if other == name) for name, *_ in running}
+        assert (found.num_admitted, found.counts()) == (len(running), counts)
+    for *_, place in running:
+        place.close()
     assert idle(found)
 
 
