@@ -196,22 +196,6 @@ def test_vllms_word_for_no_top_k():
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
-def test_messages_come_out_as_plain_texts():
-    parts = [ContentPart("text", "one "), ContentPart("text", "two")]
-    messages = [
-        MessageIn("developer", "be kind"),
-        MessageIn("user", parts),
-        MessageIn("assistant", "yes"),
-        MessageIn("user", ""),
-    ]
-    assert messages_of(messages) == [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "one two"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": ""},
-    ]
-
-
 @pytest.mark.parametrize(("message", "param", "code"), [
     (MessageIn("tool", "x"), "messages[0].tool_call_id", "missing"),
     (MessageIn("user"), "messages[0].content", "missing"),
