@@ -174,20 +174,6 @@ def test_a_head_goes_to_the_more_valuable_of_those_that_end_at_it_or_came_down_t
     assert tree.end_of == {other: "s"}, "who used it last has it"
 
 
-def test_the_branch_that_goes_on_has_the_value_of_its_conversation(tree, order):
-    """Two answers to one prompt; the person goes on with the first one."""
-    a = talk(7, use=1)
-    grow(tree, "p l0 l1", a)
-    grow(tree, "r0 r1", a, parent="p")
-    grow(tree, "b0", talk(8, use=2))
-    order.value = lambda one: (one.use, 0)
-    tree.claim(a, "l1")
-    a.use = 3
-    grow(tree, "l2", a, parent="l1")
-    tree.check_integrity()
-    assert drained(tree) == ["r1", "r0", "b0", "l2", "l1", "l0", "p"]
-
-
 def test_what_is_held_when_its_conversation_leaves_is_next_when_it_is_let_go(tree, held):
     a = talk(1)
     grow(tree, "p l0", a)
