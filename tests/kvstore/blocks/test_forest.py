@@ -174,8 +174,8 @@ def test_a_head_goes_to_the_more_valuable_of_those_that_end_at_it_or_came_down_t
     assert tree.end_of == {other: "s"}, "who used it last has it"
 
 
-def test_what_is_held_when_its_conversation_leaves_is_next_when_it_is_let_go(tree, held):
-    a = talk(1)
+def test_what_is_held_when_its_conversation_leaves_keeps_its_place_when_it_is_let_go(tree, held):
+    a = talk(2)
     grow(tree, "p l0", a)
     held.add("l0")
     tree.hold("l0")
@@ -184,7 +184,8 @@ def test_what_is_held_when_its_conversation_leaves_is_next_when_it_is_let_go(tre
     assert tree.next() == "r0"
     held.clear()
     tree.rest("l0")
-    assert drained(tree) == ["l0", "r0", "p"]
+    grow(tree, "b0", talk(1))
+    assert drained(tree) == ["b0", "l0", "r0", "p"]
 
 
 def test_an_owner_that_came_down_to_a_held_block_waits_for_it(tree, held):
