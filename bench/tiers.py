@@ -33,7 +33,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.kernels.kv import BlockLoad, save_layers
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, LayerShape
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
 from kvstore.tiers.port import ReadJob
@@ -53,13 +53,14 @@ FINGERPRINT = b"f" * 32
 def layout() -> KVLayout:
     angles = torch.arange(WINDOW)[:, None] * 10000.0 ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16(), Style.HALF)
-    return KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.bfloat16, (rotation,) * NUM_LAYERS)
+    shapes = (LayerShape(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM),) * NUM_LAYERS
+    return KVLayout(shapes, BLOCK_SIZE, torch.bfloat16, (rotation,) * NUM_LAYERS)
 
 
 def filled_arena(num_arena_blocks: int) -> Arena:
     arena = Arena(layout(), num_arena_blocks, pin=False)
     for arena_block in range(num_arena_blocks):
-        arena.tensor[arena_block] = torch.randn(arena.layout.block_shape).bfloat16()
+        arena.tensor[arena_block] = torch.randn(arena.layout.block_numbers).bfloat16()
     return arena
 
 
@@ -106,7 +107,7 @@ class Bench:
         def ours(places: tuple[torch.Tensor, torch.Tensor], rotated: bool) -> float:
             rotations = arena.layout.rotations if rotated else (None,) * NUM_LAYERS
             started = time.perf_counter()
-            blocks = BlockLoad(arena.tensor, *places, torch.arange(count) * BLOCK_SIZE, rotations)
+            blocks = BlockLoad(arena.layers, *places, torch.arange(count) * BLOCK_SIZE, rotations)
             for layer, (key_cache, value_cache) in enumerate(caches):
                 blocks.load_layer(layer, key_cache, value_cache)
             return time.perf_counter() - started
@@ -137,7 +138,7 @@ class Bench:
         source = torch.randn(NUM_LAYERS, 2, tokens, width).bfloat16()
         target = torch.zeros_like(source)
         measures = {
-            f"HBM -> CPU, {tokens:,} tokens": lambda: timed(lambda: save_layers(arena.tensor, layers, None, places)),
+            f"HBM -> CPU, {tokens:,} tokens": lambda: timed(lambda: save_layers(arena.layers, layers, None, places)),
             "memcpy, layer by layer": lambda: timed(lambda: [target[i].copy_(source[i]) for i in range(NUM_LAYERS)]),
         }
         self.compare(measures, source.nbytes, "memcpy, layer by layer")

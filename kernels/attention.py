@@ -23,11 +23,12 @@ PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough f
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch,
     scoring: Scoring,
-) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
+) -> Tensor:  # [num_tokens, num_heads, head_dim of the values]  # fmt: skip
     """Attention of all tokens of a step. Gives the same result as `kvstore.kernels.reference.paged_attention`.
 
     query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
-    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly if no tokens come before them.
+    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly if no tokens come before them. Heads
+    of values may have a size of their own.
     """
     if runs_kernels(query):
         return attend_paged(query, key_cache, value_cache, batch, scoring)
@@ -36,7 +37,7 @@ def paged_attention(
 
 def attend_paged(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scoring: Scoring
-) -> Tensor:  # [num_tokens, num_heads, head_dim]
+) -> Tensor:  # [num_tokens, num_heads, head_dim of the values]
     """The same by kernels that read the pages themselves. Prefill: the fastest one available; decode: always Triton's.
 
     A CUDA graph needs a grid that fits any context, but foreign kernels choose theirs from lengths on the host. And a
@@ -46,16 +47,21 @@ def attend_paged(
 
     layout = batch.device_batch
     has_prefill = layout.num_decodes < layout.num_requests
-    foreign = foreign_prefill(_setting(query, key_cache, scoring)) if has_prefill and scoring.sinks is None else None
+    is_common = scoring.sinks is None and key_cache.shape == value_cache.shape
+    foreign = foreign_prefill(_setting(query, key_cache, scoring)) if has_prefill and is_common else None
     if foreign is not None:
         out = foreign(query, key_cache, value_cache, layout, scoring)
     else:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = _out_of(query, value_cache)
     if layout.num_decodes:
         attention_triton.decode(query, key_cache, value_cache, layout, scoring, out)
     if has_prefill and foreign is None:
         attention_triton.prefill(query, key_cache, value_cache, layout, scoring, out)
     return out
+
+
+def _out_of(query: Tensor, value_cache: Tensor) -> Tensor:
+    return query.new_empty(*query.shape[:2], value_cache.shape[3])
 
 
 def _setting(query: Tensor, key_cache: Tensor, scoring: Scoring) -> flash.PrefillSetting:
@@ -68,7 +74,8 @@ def _setting(query: Tensor, key_cache: Tensor, scoring: Scoring) -> flash.Prefil
 
 @functools.cache
 def foreign_prefill(setting: flash.PrefillSetting) -> flash.Prefill | None:
-    """Whose kernel computes prefill, found out once; None means ours. Other kernels know neither sinks nor float32."""
+    """Whose kernel computes prefill, found out once; None means ours. Other kernels know neither sinks nor float32, nor
+    heads of values of another size."""
     found = None
     if setting.dtype in (torch.float16, torch.bfloat16):
         if flash.module("flash_attn_interface") is not None and flash.works(flash.flash3, setting):
@@ -82,13 +89,13 @@ def foreign_prefill(setting: flash.PrefillSetting) -> flash.Prefill | None:
 def attend_by_torch(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch,
     scoring: Scoring,
-) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
+) -> Tensor:  # [num_tokens, num_heads, head_dim of the values]  # fmt: skip
     """As `paged_attention`, but uses the batch's lists on the host."""
     num_requests = len(batch.context_lens)
     groups = batch.decode_groups(scoring.window, query.dtype) if batch.num_decodes else []
     if len(groups) == 1 and groups[0].rows is None and batch.num_decodes == num_requests:
         return _decode(query, key_cache, value_cache, groups[0], scoring)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = _out_of(query, value_cache)
     for group in groups:
         attended = _decode(query, key_cache, value_cache, group, scoring)
         if group.rows is None:
@@ -109,30 +116,29 @@ def attend_by_torch(
 
 def _decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, group: DecodeGroup, scoring: Scoring
-) -> Tensor:  # [size, num_heads, head_dim]
+) -> Tensor:  # [size, num_heads, head_dim of the values]
     """One call for a group. The query heads that share a KV head take the place of query positions."""
-    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    num_kv_heads = key_cache.shape[2]
     queries = query[: group.size] if group.rows is None else query.index_select(0, group.rows)
-    grouped = queries.view(group.size, num_kv_heads, -1, head_dim)
-    if group.run is not None:
-        row = num_kv_heads * head_dim
-        shape, strides = (1, num_kv_heads, group.context_len, head_dim), (0, head_dim, row, 1)
-        start = group.run * block_size * row
-        keys, values = (
-            cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in (key_cache, value_cache)
-        )
-    else:
-        keys, values = (
-            cache.index_select(0, group.blocks).view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for cache in (key_cache, value_cache)
-        )
+    grouped = queries.view(group.size, num_kv_heads, -1, query.shape[2])
+    keys, values = (_read(cache, group) for cache in (key_cache, value_cache))
     if scoring.plain:
         result = F.scaled_dot_product_attention(grouped, keys, values, group.mask, scale=scoring.scale)
     else:
         sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
         scores = torch.matmul(grouped * scoring.scale, keys.transpose(2, 3))
         result = torch.matmul(_weights(scores, group.mask, scoring.softcap, sinks), values)
-    return result.reshape(group.size, -1, head_dim)
+    return result.reshape(group.size, -1, value_cache.shape[3])
+
+
+def _read(cache: Tensor, group: DecodeGroup) -> Tensor:  # [size, num_kv_heads, context_len, head_dim]
+    _, block_size, num_kv_heads, head_dim = cache.shape
+    if group.run is None:
+        blocks = cache.index_select(0, group.blocks)
+        return blocks.view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
+    row = num_kv_heads * head_dim
+    shape, strides = (1, num_kv_heads, group.context_len, head_dim), (0, head_dim, row, 1)
+    return cache.as_strided(shape, strides, cache.storage_offset() + group.run * block_size * row)
 
 
 def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: Tensor, batch: PagedBatch) -> None:
@@ -155,7 +161,7 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: T
     grouped = (query * scoring.scale).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     keys = key.permute(1, 2, 0).contiguous()  # [num_kv_heads, head_dim, context_len]
     values = value.transpose(0, 1).contiguous()
-    out_grouped = out.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    out_grouped = out.view(num_tokens, num_kv_heads, -1, value.shape[2]).permute(1, 2, 0, 3)
     sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1, 1)
     for start in range(0, num_tokens, PIECE_TOKENS):
         end = min(start + PIECE_TOKENS, num_tokens)
@@ -166,7 +172,7 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: T
         _hide(scores, before + start - first, scoring.window if windowed else None)
         weights = _weights(scores, None, scoring.softcap, sinks)
         result = torch.bmm(weights.flatten(1, 2), values[:, first:last])
-        out_grouped[:, :, start:end] = result.view(*piece.shape)
+        out_grouped[:, :, start:end] = result.view(*piece.shape[:3], -1)
 
 
 def _hide(scores: Tensor, offset: int, window: int | None) -> None:

@@ -1,8 +1,9 @@
 """Moves keys and values: a step's into the paged HBM cache, and blocks between cache and CPU arena.
 
-Writing rotates queries and keys, loading the keys of blocks. The arena, [num_arena_blocks, num_layers, 2, block_size,
-num_kv_heads, head_dim], holds raw keys (index 0 of the third axis) and values. CUDA uses Triton kernels, a CPU compiled
-C; without these, the twins in `kvstore.kernels.reference` do the same, bit for bit.
+Writing rotates queries and keys, loading the keys of blocks. An arena is given by its layers: the raw keys and the
+values of each, [num_arena_blocks, block_size, num_kv_heads, head_dim], views of one memory. Layers may have different
+shapes, and so may keys and values. CUDA uses Triton kernels, a CPU compiled C; without these, the twins in
+`kvstore.kernels.reference` do the same, bit for bit.
 """
 
 import importlib.util
@@ -21,6 +22,7 @@ from kvstore.kernels.paged_batch import to_device
 from kvstore.rope.rotary import Rotation
 
 log = logging.getLogger(__name__)
+ArenaLayers = Sequence[tuple[Tensor, Tensor]]
 RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
 
 
@@ -60,7 +62,7 @@ class BlockLoad:
     """
 
     def __init__(
-        self, arena: Tensor, arena_blocks: Sequence[int] | Tensor, block_numbers: Sequence[int] | Tensor,
+        self, arena: ArenaLayers, arena_blocks: Sequence[int] | Tensor, block_numbers: Sequence[int] | Tensor,
         positions: Sequence[int] | Tensor, rotations: Sequence[Rotation | None],
     ) -> None:  # fmt: skip
         self._arena = arena
@@ -77,7 +79,9 @@ class BlockLoad:
         self.load_layers(layer, [(key_cache, value_cache)])
 
     def load_layers(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """As `load_layer`, for the layers from `first` on. Kernels launch once for layers with the same rotation."""
+        """As `load_layer`, for the layers from `first` on. Kernels launch once for layers with the same rotation and
+        shape.
+        """
         if not len(self._arena_blocks) or not caches:
             return
         if runs_kernels(caches[0][0]):
@@ -86,13 +90,10 @@ class BlockLoad:
         for layer, pair in enumerate(caches, first):
             rotation = self._rotations[layer]
             if self._native is None:
-                self._native = copy_native.NativeLoad(
-                    self._arena, self._arena_blocks, self._block_numbers, self._positions
-                )
-            if not (pair[0].is_cpu and self._native.load_layer(layer, *pair, rotation)):
-                reference.load_blocks(
-                    self._arena, layer, self._arena_blocks, *pair, self._block_numbers, self._positions, rotation
-                )
+                self._native = copy_native.NativeLoad(self._arena_blocks, self._block_numbers, self._positions)
+            if not (pair[0].is_cpu and self._native.load_layer(self._arena[layer], *pair, rotation)):
+                numbers = self._block_numbers, self._positions
+                reference.load_blocks(self._arena[layer], self._arena_blocks, *pair, *numbers, rotation)
 
     def load_by_kernel(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """As `load_layers`, by a kernel that reads the arena, which is pinned memory, over the bus."""
@@ -102,12 +103,12 @@ class BlockLoad:
             blocks = torch.stack([self._arena_blocks, self._block_numbers, self._positions])
             self._blocks = to_device(blocks, caches[0][0].device)
         layers = [(layer, *pair) for layer, pair in enumerate(caches, first)]
-        for _, group in groupby(layers, lambda layer: id(self._rotations[layer[0]])):
+        for _, group in groupby(layers, lambda one: (id(self._rotations[one[0]]), one[1].shape, one[2].shape)):
             alike = list(group)
             kv_triton.load(self._arena, alike, self._blocks, self._rotations[alike[0][0]])
 
 
-def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
+def save_layers(arena: ArenaLayers, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
     """Save several layers of one step. rows: the tokens to save, [n] int64, None for all; places: in the arena, [n]."""
     if not layers or not len(places):
         return
@@ -115,7 +116,7 @@ def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, 
         _save_by_torch(arena, layers, rows, places)
 
 
-def save_to_arena(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
+def save_to_arena(arena: ArenaLayers, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
     """As `save_layers`, in the order of the current stream: on CUDA a kernel writes to the arena over the bus.
 
     rows, places: int64, on the device of the keys; a place of -1 is skipped. The arena is pinned. Keys and values must
@@ -131,10 +132,10 @@ def save_to_arena(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None
     kv_triton.save(arena, layers, rows, places)
 
 
-def _save_by_torch(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
+def _save_by_torch(arena: ArenaLayers, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
     for layer, key, value in layers:
         pair = (key, value) if rows is None else (key[rows.to(key.device)], value[rows.to(key.device)])
-        reference.save_tokens(arena, layer, *pair, places)
+        reference.save_tokens(arena[layer], *pair, places)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

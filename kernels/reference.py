@@ -33,17 +33,16 @@ def rotate_and_write(
 
 
 def load_blocks(
-    arena: Tensor, layer: int, arena_blocks: Tensor, key_cache: Tensor, value_cache: Tensor, block_numbers: Tensor,
+    layer: tuple[Tensor, Tensor], arena_blocks: Tensor, key_cache: Tensor, value_cache: Tensor, block_numbers: Tensor,
     positions: Tensor, rotation: Rotation | None,
 ) -> None:  # fmt: skip
     """Load one layer of N blocks from arena blocks, [N], to HBM blocks, [N], and rotate the keys.
 
-    arena: [num_arena_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], raw keys and values; caches:
+    layer: its raw keys and values in the arena, [num_arena_blocks, block_size, num_kv_heads, head_dim] each; caches:
     [num_blocks, block_size, num_kv_heads, head_dim]. positions: of each block's first token, [N]. rotation: the
     layer's full table.
     """
-    blocks = arena[arena_blocks, layer].to(key_cache.device)  # [N, 2, block_size, num_kv_heads, head_dim]
-    key, value = blocks[:, 0], blocks[:, 1]
+    key, value = (part[arena_blocks].to(key_cache.device) for part in layer)
     if rotation is not None:
         every = (positions[:, None] + torch.arange(key.shape[1])).flatten().to(key.device)
         key = rotation.at(every).apply(key.flatten(0, 1)).view(key.shape)
@@ -52,25 +51,25 @@ def load_blocks(
     value_cache[block_numbers] = value
 
 
-def save_tokens(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
+def save_tokens(layer: tuple[Tensor, Tensor], key: Tensor, value: Tensor, places: Tensor) -> None:
     """Save raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], to these places, [num_tokens].
 
-    arena: as in `load_blocks`; a token's place in it is arena block * block_size + offset, and -1 is skipped.
+    layer: as in `load_blocks`; a token's place in it is arena block * block_size + offset, and -1 is skipped.
     """
     kept = places >= 0
-    key, value, places = key[kept], value[kept], places[kept].to(arena.device)
-    blocks, offsets = places // arena.shape[3], places % arena.shape[3]
-    arena[blocks, layer, 0, offsets] = key.to(arena.device)
-    arena[blocks, layer, 1, offsets] = value.to(arena.device)
+    for part, own in zip(layer, (key, value), strict=True):
+        where = places[kept].to(part.device)
+        part[where // part.shape[1], where % part.shape[1]] = own[kept].to(part.device)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:  # [num_query_tokens, num_heads, head_dim]  # fmt: skip
+) -> Tensor:  # [num_query_tokens, num_heads, head_dim of values]  # fmt: skip
     """Causal attention of the last tokens of one sequence over all of it, in float32.
 
-    query: [num_query_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
+    query: [num_query_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim]; heads of values
+    may have another size, which is that of the result.
     window: a token sees itself and the window - 1 tokens before it. softcap: scores become softcap * tanh(s / softcap)
     (Gemma 2). sinks: [num_heads], a score that enters the softmax but has no value (gpt-oss).
     """
@@ -101,7 +100,7 @@ def paged_attention(
     query: [num_tokens, num_heads, head_dim]; block_table: [num_requests, max_blocks]; request i has the tokens
     query_start[i] .. query_start[i + 1] and sees context_lens[i] tokens, its own included. The rest as `attend`.
     """
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], value_cache.shape[3])
     block_size = key_cache.shape[1]
     for i, context_len in enumerate(context_lens):
         blocks = block_table[i, : -(-context_len // block_size)].long()

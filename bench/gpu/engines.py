@@ -315,7 +315,7 @@ def load_alone_s(engine: Any, num_blocks: int) -> float:
         device = caches[0][0].device
 
         def work() -> None:
-            load = BlockLoad(arena.tensor, numbers, numbers, numbers * BLOCK_SIZE, arena.layout.rotations)
+            load = BlockLoad(arena.layers, numbers, numbers, numbers * BLOCK_SIZE, arena.layout.rotations)
             load.load_layers(0, caches)
 
         return timed_s(device, work)

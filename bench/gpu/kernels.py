@@ -13,7 +13,7 @@ from kvstore.kernels import kv, reference
 from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.kv import rotate_and_write, write_kv
 from kvstore.kernels.paged_batch import PagedBatch, Scoring, to_device
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, LayerShape
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
 
@@ -77,7 +77,7 @@ class KernelCheck:
             twins = new_caches(self.case, 2 * count, self.device, NUM_CHECKED_LAYERS)
             load_all(arm, host, arena_blocks, numbers, positions, ours)
             for layer, caches in enumerate(twins):
-                reference.load_blocks(host.tensor, layer, arena_blocks, *caches, numbers, positions, rotation)
+                reference.load_blocks(host.layers[layer], arena_blocks, *caches, numbers, positions, rotation)
             return difference([t for pair in ours for t in pair], [t for pair in twins for t in pair])
 
     def save(self, num_tokens: int) -> str | None:
@@ -87,13 +87,15 @@ class KernelCheck:
         rows = torch.arange(0, NUM_CHECKED_TOKENS, 2)[:num_tokens]
         places = torch.randperm(NUM_CHECKED_BLOCKS * BLOCK_SIZE)[: len(rows)]
         with arena(self.case, self.device, NUM_CHECKED_BLOCKS, (None,) * NUM_CHECKED_LAYERS) as host:
-            expected = host.tensor.clone()
+            before = host.tensor.clone()
             save_all(host, layers, rows, places, self.device)
+            timed_s(self.device, lambda: None)  # until the device's writes have landed
+            found = host.tensor.clone()
+            host.tensor.copy_(before)
             for layer, key, value in layers:
                 at = rows.to(self.device)
-                reference.save_tokens(expected, layer, key[at], value[at], places)
-            timed_s(self.device, lambda: None)  # until the device's writes have landed
-            return difference([host.tensor], [expected])
+                reference.save_tokens(host.layers[layer], key[at], value[at], places)
+            return difference([found], [host.tensor])
 
     def attend(self) -> str | None:
         """Check a mixed batch: decodes and prefills, with and without a prefix, over shuffled pages."""
@@ -177,10 +179,11 @@ def arena(
     case: Case, device: torch.device, num_arena_blocks: int, rotations: tuple[Rotation | None, ...]
 ) -> Iterator[Arena]:
     """The CPU tier's memory, pinned for the device, full of random numbers."""
-    layout = KVLayout(len(rotations), case.shape.num_kv_heads, case.head_dim, BLOCK_SIZE, torch.bfloat16, rotations)
+    shapes = (LayerShape(case.shape.num_kv_heads, case.head_dim, case.head_dim),) * len(rotations)
+    layout = KVLayout(shapes, BLOCK_SIZE, torch.bfloat16, rotations)
     made = Arena(layout, num_arena_blocks, pin=device.type == "cuda")
     try:
-        block = torch.randn(layout.block_shape, device=device).bfloat16().cpu()
+        block = torch.randn(layout.block_numbers, device=device).bfloat16().cpu()
         for arena_block in range(num_arena_blocks):
             made.tensor[arena_block] = block.roll(arena_block + 1)
         yield made
@@ -196,7 +199,7 @@ def load_all(
     arm: str, host: Arena, arena_blocks: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
     """Load all layers of these blocks, in one way or the other."""
-    load = kv.BlockLoad(host.tensor, arena_blocks, numbers, positions, host.layout.rotations)
+    load = kv.BlockLoad(host.layers, arena_blocks, numbers, positions, host.layout.rotations)
     if arm == "kernel":
         load.load_by_kernel(0, caches)
     elif arm == "as on a CPU":
@@ -209,24 +212,25 @@ def load_by_copy(
     host: Arena, arena_blocks: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
     """Load by the device's copy engine, from blocks gathered in pinned memory. Keys are rotated afterwards."""
-    device, source = caches[0][0].device, host.tensor
+    device, [source] = caches[0][0].device, host.runs  # keys and values of each layer in turn
     numbers, rotation = to_device(numbers, device), host.layout.rotations[0]
     if rotation is not None:
         every = (positions[:, None] + torch.arange(BLOCK_SIZE)).flatten()
         rotation = rotation.at(to_device(every, device))
-    size = max(1, STAGING_BYTES // source[0, 0].nbytes)
+    size = max(1, STAGING_BYTES // source[0, :2].nbytes)
     for layer, (key_cache, value_cache) in enumerate(caches):
         for start in range(0, len(arena_blocks), size):
             some = arena_blocks[start : start + size]
             # Pinned memory comes from torch's pool, which hands it out again only after the copy has ended.
-            staging = torch.empty(len(some), *source.shape[2:], dtype=source.dtype, pin_memory=device.type == "cuda")
-            torch.index_select(source[:, layer], 0, some, out=staging)
-            blocks = staging.to(device, non_blocking=True)
+            part = source[:, 2 * layer : 2 * layer + 2]
+            staging = torch.empty(len(some), *part.shape[1:], dtype=source.dtype, pin_memory=device.type == "cuda")
+            torch.index_select(part, 0, some, out=staging)
+            blocks = staging.to(device, non_blocking=True).view(len(some), 2, *key_cache.shape[1:])
             key = blocks[:, 0]
             if rotation is not None:
                 tokens = slice(start * BLOCK_SIZE, (start + len(some)) * BLOCK_SIZE)
-                part = Rotation(rotation.cos[tokens], rotation.sin[tokens], rotation.style, rotation.upcast)
-                key = part.apply(key.flatten(0, 1)).view(key.shape)
+                own = Rotation(rotation.cos[tokens], rotation.sin[tokens], rotation.style, rotation.upcast)
+                key = own.apply(key.flatten(0, 1)).view(key.shape)
             targets = numbers[start : start + size]
             key_cache.index_copy_(0, targets, key)
             value_cache.index_copy_(0, targets, blocks[:, 1])
@@ -240,7 +244,7 @@ def save_all(
     device: torch.device,
 ) -> None:
     at = None if rows is None else rows.to(device)
-    kv.save_to_arena(host.tensor, layers, at, places.to(device))
+    kv.save_to_arena(host.layers, layers, at, places.to(device))
 
 
 # -- the bus ---------------------------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ def check_room(config: EngineConfig, network: Any) -> None:
     num_kv_heads = num_kv_heads or num_heads
     head_dim = text.get("head_dim") or (num_heads and text["hidden_size"] // num_heads)
     dtype = network.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    if num_kv_heads and head_dim and not keeps_states(network):
+    differ = any(text.get(name) for name in ("per_layer_config", "v_head_dim", "num_kv_shared_layers"))
+    if num_kv_heads and head_dim and not differ and not keeps_states(network):
         itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
         layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
         config.tiers.check_room(text["num_hidden_layers"] * layer_bytes)

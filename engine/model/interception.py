@@ -23,7 +23,7 @@ from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.cpu.attention import DecodeStep, decode_step
 from kvstore.kernels.kv import rotate_and_write
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, LayerShape
 from kvstore.rope.rotary import Rotation
 
 ATTENTION = "kvstore_paged"
@@ -39,7 +39,9 @@ class AttentionStep(Protocol):
         ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """The attention of raw query, key and value, [num_tokens, heads, head_dim]. Returns the shape of query."""
+        """The attention of raw query, key and value, [num_tokens, heads, head_dim]. Returns
+        [num_tokens, heads of query, head_dim of value].
+        """
         ...
 
 
@@ -135,9 +137,7 @@ class RotaryTap:
 class ModelSpec:
     """The shape of a model's KV, and the limits of its input."""
 
-    num_layers: int  # that own KV; others have none, or attend to that of an earlier one
-    num_kv_heads: int
-    head_dim: int
+    shapes: tuple[LayerShape, ...]  # of the layers that own KV; others have none, or attend to that of an earlier one
     dtype: torch.dtype
     vocab_size: int
     max_model_len: int
@@ -148,16 +148,16 @@ class ModelSpec:
     @property
     def layers(self) -> range:
         """The layers that this rank has."""
-        return range(self.num_layers) if self.own_layers is None else self.own_layers
+        return range(len(self.shapes)) if self.own_layers is None else self.own_layers
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(sum(shape.widths) for shape in self.shapes) * self.dtype.itemsize
 
     @property
     def hbm_bytes_per_token(self) -> int:
         """The bytes of a token in this rank's pool."""
-        return self.kv_bytes_per_token // self.num_layers * len(self.layers) // self.num_parts
+        return self.kv_bytes_per_token * len(self.layers) // len(self.shapes) // self.num_parts
 
 
 def run_step(
@@ -227,7 +227,7 @@ class PagedStep:
         if rows is not None:
             query, batch = query[rows], batch.at(rows)
         if not len(query):  # a part of a prefill that samples nothing
-            return query
+            return value.new_empty(0, query.shape[1], value.shape[2])
         return paged_attention(query, key, value, key_cache, value_cache, batch, scoring)
 
 
@@ -252,18 +252,24 @@ class PositionFreeModel:
     def layout(self, block_size: int) -> KVLayout:
         """The layout of its stored KV, and which layers and heads this rank has."""
         spec, group = self.spec, self.network.kvstore_carrier.group
-        heads = None if group is None else part_of(spec.num_kv_heads, group.rank, group.size, "KV heads")
+        num_kv_heads = spec.shapes[0].num_kv_heads  # that ranks share: then all layers have one shape
+        heads = None if group is None else part_of(num_kv_heads, group.rank, group.size, "KV heads")
         layers = None if spec.own_layers is None else slice(spec.own_layers.start, spec.own_layers.stop)
-        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size)
         state_bytes = 0 if spec.state is None else spec.state.stored.num_bytes
-        return KVLayout(*shape, spec.dtype, self.rotations, heads, layers, state_bytes)
+        return KVLayout(spec.shapes, block_size, spec.dtype, self.rotations, heads, layers, state_bytes)
 
     def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:
         """Zeroed paged caches. Values that were never written must be finite, as masked scores still multiply them."""
-        shape = (num_blocks, block_size, self.spec.num_kv_heads // self.spec.num_parts, self.spec.head_dim)
-        options = {"dtype": self.spec.dtype, "device": self.device}
+        spec, caches = self.spec, KVCaches()
         with torch.inference_mode(False):  # threads outside of inference mode write here, too
-            return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in self.spec.layers]
+            for shape in spec.shapes[spec.layers.start : spec.layers.stop]:
+                tokens = (num_blocks, block_size, shape.num_kv_heads // spec.num_parts)
+                key_cache, value_cache = (
+                    torch.zeros(*tokens, dim, dtype=spec.dtype, device=self.device)
+                    for dim in (shape.key_dim, shape.value_dim)
+                )
+                caches.append((key_cache, value_cache))
+        return caches
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: KVCaches, connector: LayerConnector,
@@ -287,7 +293,7 @@ class PositionFreeModel:
         own = self.rotations[layers.start : layers.stop]
         at = {id(r): r.at(positions).spread_out() for r in own if r is not None}
         rotations = [None if r is None else at[id(r)] for r in own]
-        decode = decode_step(batch, caches[0][0], rotations)
+        decode = decode_step(batch, caches, rotations)
         pruned = self._pruned(token_ids, sample_tokens)
         step = PagedStep(batch, caches, rotations, connector, *pruned, decode, layers.start)
         with torch.cuda.device_of(token_ids):  # Triton launches on the current device; without effect on a CPU

@@ -137,7 +137,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class _Trial:
-    """An attention step that mixes all its inputs into its result and remembers them."""
+    """An attention step that mixes all its inputs into its result and remembers them, if keys and values are alike."""
 
     sample_rows = None
 
@@ -145,6 +145,8 @@ class _Trial:
         self.seen: list[tuple[Tensor, Tensor, Tensor, Scoring]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        if key.shape != value.shape:
+            return query.new_zeros(*query.shape[:2], value.shape[2])
         self.seen.append((query, key, value, scoring))
         group = query.shape[1] // key.shape[1]
         mixed = key.repeat_interleave(group, 1) * 0.5 + value.repeat_interleave(group, 1)
@@ -168,9 +170,7 @@ class _Witness:
         return expected
 
     def _tried(self, hidden_states: Tensor, expected: Tensor, own: _Trial) -> LeanLayer | None:
-        query, key, value, scoring = own.seen[0]
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            return None
+        query, key, _, scoring = own.seen[0]
         shapes = (query.shape[1], key.shape[1], key.shape[2])
         candidate = LeanLayer(self.layer, self.carrier, shapes, scoring)
         native, candidate.native = candidate.native, None

@@ -30,6 +30,7 @@ from kvstore.engine.model.parallel.stages import ONE_STAGE, Pipeline, own_layers
 from kvstore.engine.model.states import Chunk, StateMixer, StatePool, StepStates, observe_states
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
+from kvstore.memory.layout import LayerShape
 from kvstore.rope.rotary import Rotation, Style, TableLayout, match_rotation
 
 _NUM_TOKENS = 40
@@ -60,7 +61,7 @@ class Recorder:
         self._given[layer] = (key, value), place
         self.queries[layer], self.keys[layer], self.values[layer] = query.clone(), key.clone(), value
         self.windows[layer] = scoring.window
-        return torch.zeros_like(query)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 def intercept(network: Any, max_model_len: int, pack: bool = False, part: Part | None = None) -> PositionFreeModel:
@@ -68,8 +69,8 @@ def intercept(network: Any, max_model_len: int, pack: bool = False, part: Part |
 
     pack: also replace modules by faster ones (see `kvstore.engine.model.packing`), and check again. part: the part
     of the model that the network is, None for all of it; all ranks call this. Raises UnsupportedModelError if no
-    rotation is found, if keys depend on position in another way, if layers have state that is not KV or KV of different
-    shapes, or if the logits differ.
+    rotation is found, if keys depend on position in another way, if layers have state that is not KV, or if the logits
+    differ.
     """
     name = type(network).__name__
     try:
@@ -157,9 +158,6 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
         raise UnsupportedModelError("not every layer has attention of its own", ONE_STAGE)
     if max(recorder.counts.values()) > 1:
         raise UnsupportedModelError("a layer attends twice in one forward pass")
-    shapes = {tuple(t.shape[1:]) for part in (recorder.keys, recorder.values) for t in part.values()}
-    if len(shapes) != 1:
-        raise UnsupportedModelError(f"its layers have keys and values of different shapes: {sorted(shapes)}")
     types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
     for layer in recorder.keys:
         kind = types[layer]
@@ -167,24 +165,33 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
             raise UnsupportedModelError(f"layer {layer} has {kind}, which is not served")
         if "sliding" in kind and recorder.windows[layer] is None:
             raise UnsupportedModelError(f"layer {layer} has a sliding window that it does not tell its attention")
-    ((num_own_heads, head_dim),) = shapes
-    num_kv_heads = num_own_heads * num_parts
     first = min(recorder.keys)
     if num_parts > 1 and recorder.queries[first].shape[1] * num_parts != config.num_attention_heads:
         raise UnsupportedModelError("its plan of tensor parallelism does not divide its attention heads")
-    dtype = recorder.keys[first].dtype
-    if part.pipe is not None:
-        _check_same(part.pipe, (num_kv_heads, head_dim, dtype.itemsize))
-    if part.pipe is None:
-        num_layers = len(set(recorder.owners.values()))
-    return ModelSpec(num_layers, num_kv_heads, head_dim, dtype, vocab_size, max_model_len, num_parts, own)
+    owners, dtype = sorted(set(recorder.owners.values())), recorder.keys[first].dtype
+    shapes = [_shape_of(recorder.keys[owner], recorder.values[owner], num_parts) for owner in owners]
+    if part.group is not None or part.pipe is not None:
+        _check_alike(shapes, part.pipe)
+        shapes = shapes[:1] * (len(shapes) if part.pipe is None else num_layers)
+    return ModelSpec(tuple(shapes), dtype, vocab_size, max_model_len, num_parts, own)
 
 
-def _check_same(pipe: Group, shape: tuple[int, ...]) -> None:
-    """Check that all stages have keys and values of one shape."""
-    shapes = pipe.gather(torch.tensor([shape]).T)
-    if not torch.equal(shapes, shapes[:, :1].expand_as(shapes)):
-        raise UnsupportedModelError(f"its layers have keys and values of different shapes: {shapes.T.tolist()}")
+def _shape_of(key: Tensor, value: Tensor, num_parts: int) -> LayerShape:
+    return LayerShape(key.shape[1] * num_parts, key.shape[2], value.shape[2])
+
+
+def _check_alike(shapes: list[LayerShape], pipe: Group | None) -> None:
+    """Check that the keys and values of all layers, also of other stages, have one shape: ranks have a part of each
+    block.
+    """
+    first, is_alike = shapes[0], len(set(shapes)) == 1 and shapes[0].key_dim == shapes[0].value_dim
+    if is_alike and pipe is not None:
+        of_all = pipe.gather(torch.tensor([[first.num_kv_heads, first.key_dim]]).T)
+        is_alike = torch.equal(of_all, of_all[:, :1].expand_as(of_all))
+    if not is_alike:
+        raise UnsupportedModelError(
+            "its keys and values, or those of its layers, have different shapes", WHOLE_LAYERS | ONE_STAGE
+        )
 
 
 def _check_positions(

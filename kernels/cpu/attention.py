@@ -70,12 +70,14 @@ class DecodeStep:
         """Rotate, write and attend, as `kv.rotate_and_write` and `attention.paged_attention` after it.
 
         query: [num_tokens, num_heads, head_dim], key and value with num_kv_heads, raw; rows may be strided. Returns
-        None and writes nothing for a layer with softcap, sinks or a rotation other than of halves.
+        None and writes nothing for a layer with softcap, sinks, a rotation other than of halves, or heads whose size C
+        does not know.
         """
         table, step = self._tables[layer], self._step
         shape, tensors = query.shape, (query, key, value)
         if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in tensors):
             return None
+        step.num_kv_heads, step.head_dim = key_cache.shape[2:]
         if not all(map(native.is_in_rows, tensors)) or shape[1] % step.num_kv_heads or shape[2] != step.head_dim:
             return None
         starts = query.stride(), key.stride(), value.stride()
@@ -88,24 +90,30 @@ class DecodeStep:
         return out
 
 
-def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation | None]) -> DecodeStep | None:
+def decode_step(
+    batch: PagedBatch, caches: Sequence[tuple[Tensor, Tensor]], rotations: Sequence[Rotation | None]
+) -> DecodeStep | None:
     """What the layers of this step share; None if torch operations are to compute the step.
 
-    cache: one of the step's, [num_blocks, block_size, num_kv_heads, head_dim]; all are alike. rotations: per layer, at
-    the step's positions (see `Rotation.spread_out`).
+    caches: per layer, [num_blocks, block_size, num_kv_heads, head_dim] each. rotations: per layer, at the step's
+    positions (see `Rotation.spread_out`).
     """
-    num_requests = len(batch.context_lens)
+    num_requests, cache = len(batch.context_lens), caches[0][0]
     if cache.device.type != "cpu" or cache.dtype not in CODES or not 0 < num_requests <= MAX_REQUESTS:
         return None
     if batch.num_decodes != num_requests or len(batch.slots) != num_requests or not cache.is_contiguous():
         return None
-    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     library = native.library()
-    if library is None or head_dim % _HEAD_UNIT or head_dim > MAX_HEAD_DIM:
+    tables = [
+        _tables_of(r, keys) if _has_known_heads(keys, values) else None
+        for r, (keys, values) in zip(rotations, caches, strict=True)
+    ]
+    if library is None or not any(tables):
         return None
     lens, table, slots = torch.tensor(batch.context_lens), batch.block_table, batch.slots.contiguous()
     if table.dtype != torch.int64 or table.stride(1) != 1:
         table = table.long().contiguous()
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     step = Step(
         num_requests, num_kv_heads, num_kv_heads, head_dim, CODES[cache.dtype],
         num_blocks, block_size, table.shape[1], table.stride(0), num_threads(),
@@ -114,10 +122,14 @@ def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation |
     functions = _functions(library)
     if not functions["kv_decode_fits"](ctypes.addressof(step)):
         return None
-    known: dict[int, tuple[int, int] | None] = {id(r): _tables_of(r, cache) for r in rotations}
     spread = [r.spread for r in rotations if r is not None and r.spread is not None]
     kept = (lens, table, slots, *(tensor for s in spread for tensor in (s.cos, s.sin)))
-    return DecodeStep(functions["kv_decode"], step, kept, [known[id(r)] for r in rotations])
+    return DecodeStep(functions["kv_decode"], step, kept, tables)
+
+
+def _has_known_heads(key_cache: Tensor, value_cache: Tensor) -> bool:
+    head_dim = key_cache.shape[3]
+    return head_dim % _HEAD_UNIT == 0 and head_dim <= MAX_HEAD_DIM and value_cache.shape[3] == head_dim
 
 
 def _tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:

@@ -30,7 +30,7 @@ class _LoadBlocks(ctypes.Structure):
     _fields_ = (
         *_pointers("arena_blocks", "numbers", "positions"),
         *_numbers("num_loads", "num_arena_blocks", "num_blocks", "arena_block_bytes"),
-        *_numbers("block_size", "num_heads", "head_dim", "item_bytes", "num_threads"),
+        *_numbers("block_size", "num_heads", "head_dim", "item_bytes", "value_bytes", "num_threads"),
     )
 
 
@@ -44,111 +44,113 @@ class _Rotate(ctypes.Structure):
 class _SaveTokens(ctypes.Structure):
     _fields_ = (
         *_pointers("rows", "places"),
-        *_numbers("num_tokens", "num_rows", "num_arena_blocks", "arena_block_bytes", "block_size", "token_bytes"),
-        *_pointers("arena"),
+        *_numbers("num_tokens", "num_rows", "num_arena_blocks", "arena_block_bytes", "block_size"),
     )
 
 
 @cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.kvstore_load_layer.argtypes = [ctypes.c_void_p] * 5
+    library.kvstore_load_layer.argtypes = [ctypes.c_void_p] * 6
     library.kvstore_save_layers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
 
 
-def _is_solid(arena: Tensor) -> bool:
-    """Whether the bytes of each arena block have no gap, as those of some layers in a row."""
-    return len(arena) > 0 and arena[0].is_contiguous()
+def _is_solid(part: Tensor) -> bool:
+    """Whether the keys or values of an arena block in a layer have no gap, as those of some heads have."""
+    _, _, num_heads, head_dim = part.shape
+    return len(part) > 0 and part.stride()[1:] == (num_heads * head_dim, head_dim, 1)
 
 
 class NativeLoad:
     """The blocks of a load, as the compiled code takes them. Block numbers and positions: int64 on the CPU, [N]."""
 
-    def __init__(self, arena: Tensor, arena_blocks: Tensor, block_numbers: Tensor, positions: Tensor) -> None:
-        self._arena = arena
+    def __init__(self, arena_blocks: Tensor, block_numbers: Tensor, positions: Tensor) -> None:
         self._held = [numbers.contiguous() for numbers in (arena_blocks, block_numbers, positions)]
-        num_arena_blocks, _, _, *block_shape = arena.shape
         pointers = [numbers.data_ptr() for numbers in self._held]
-        arena_block_bytes = arena.stride(0) * arena.element_size()
-        counts = len(arena_blocks), num_arena_blocks, 0
-        self._load = _LoadBlocks(
-            *pointers, *counts, arena_block_bytes, *block_shape, arena.element_size(), torch.get_num_threads()
-        )
+        self._load = _LoadBlocks(*pointers, len(arena_blocks), num_threads=torch.get_num_threads())
         self._turns: dict[int, _Rotate | None] = {}
 
-    def load_layer(self, layer: int, key_cache: Tensor, value_cache: Tensor, rotation: Rotation | None) -> bool:
-        """As `BlockLoad.load_layer`. Raises IndexError, before anything is written, if a number is out of range."""
-        library, arena = native.library(), self._arena
-        if library is None or not _is_solid(arena):
+    def load_layer(
+        self, layer: tuple[Tensor, Tensor], key_cache: Tensor, value_cache: Tensor, rotation: Rotation | None
+    ) -> bool:
+        """As `BlockLoad.load_layer`. layer: its keys and values in the arena. Raises IndexError, before anything is
+        written, if a number is out of range.
+        """
+        library, load = native.library(), self._load
+        if library is None:
             return False
-        for cache_ in (key_cache, value_cache):
-            if cache_.dtype != arena.dtype or cache_.shape[1:] != arena.shape[3:] or not cache_.is_contiguous():
+        for part, cache_ in zip(layer, (key_cache, value_cache), strict=True):
+            if cache_.dtype != part.dtype or cache_.shape[1:] != part.shape[1:] or not cache_.is_contiguous():
                 return False
-        turn = None if rotation is None else self._turn(rotation)
+            if not _is_solid(part):
+                return False
+        keys, values = layer
+        turn = None if rotation is None else self._turn(rotation, keys)
         if rotation is not None and turn is None:
             return False
-        self._load.num_blocks = min(len(key_cache), len(value_cache))
+        load.num_arena_blocks, load.block_size, load.num_heads, load.head_dim = keys.shape
+        load.item_bytes = keys.element_size()
+        load.arena_block_bytes, load.value_bytes = keys.stride(0) * load.item_bytes, values.stride(1) * load.item_bytes
+        load.num_blocks = min(len(key_cache), len(value_cache))
         failed = _declared(library).kvstore_load_layer(
-            ctypes.addressof(self._load), None if turn is None else ctypes.addressof(turn),
-            arena.data_ptr() + layer * arena.stride(1) * arena.element_size(), key_cache.data_ptr(),
-            value_cache.data_ptr(),
+            ctypes.addressof(load), None if turn is None else ctypes.addressof(turn),
+            keys.data_ptr(), values.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
         )  # fmt: skip
         if failed:
             raise IndexError("a load names an arena block, an HBM block or a position that is not there")
         return True
 
-    def _turn(self, rotation: Rotation) -> _Rotate | None:
+    def _turn(self, rotation: Rotation, keys: Tensor) -> _Rotate | None:
         if id(rotation) not in self._turns:
-            self._turns[id(rotation)] = _turn_of(rotation, self._arena)
+            self._turns[id(rotation)] = _turn_of(rotation, keys)
         return self._turns[id(rotation)]
 
 
-def _turn_of(rotation: Rotation, arena: Tensor) -> _Rotate | None:
+def _turn_of(rotation: Rotation, keys: Tensor) -> _Rotate | None:
     """None if the compiled code does not know the dtypes. The rotation's tables must outlive the result."""
     cos, sin = rotation.cos, rotation.sin
     if cos.dtype != sin.dtype or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
         return None
-    if arena.dtype not in _ROTATED or cos.dtype not in _ROTATED or not cos.is_cpu or cos.shape[-1] > MAX_PAIRS:
+    if keys.dtype not in _ROTATED or cos.dtype not in _ROTATED or not cos.is_cpu or cos.shape[-1] > MAX_PAIRS:
         return None
-    each = cos.dtype == arena.dtype == torch.bfloat16 and not rotation.upcast
+    each = cos.dtype == keys.dtype == torch.bfloat16 and not rotation.upcast
     interleaved = rotation.style is Style.INTERLEAVED
     return _Rotate(cos.data_ptr(), sin.data_ptr(), *cos.shape, cos.element_size(), interleaved, each)
 
 
 def save_layers(
-    arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None, places: Tensor
-) -> bool:
+    arena: Sequence[tuple[Tensor, Tensor]], layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None,
+    places: Tensor,
+) -> bool:  # fmt: skip
     """As `kv.save_layers`. Raises IndexError as `load_layer` does."""
-    library = native.library()
-    if library is None or not (arena.is_cpu and layers[0][1].is_cpu and _is_solid(arena)):
+    library, one = native.library(), arena[0][0]
+    if library is None or not (one.is_cpu and layers[0][1].is_cpu and _is_solid(one)):
         return False
-    table = _layer_table(arena, layers)
+    table = _part_table(arena, layers)
     if table is None:
         return False
-    item_bytes, head_dim = arena.element_size(), arena.shape[5]
     places, rows = places.contiguous(), None if rows is None else rows.contiguous()
     pointer = None if rows is None else rows.data_ptr()
-    shape = (arena.shape[0], arena.stride(0) * item_bytes, arena.shape[3], arena.shape[4] * head_dim * item_bytes)
-    save = _SaveTokens(pointer, places.data_ptr(), len(places), len(layers[0][1]), *shape, arena.data_ptr())
-    if _declared(library).kvstore_save_layers(ctypes.addressof(save), ctypes.addressof(table), len(layers)):
+    shape = (len(one), one.stride(0) * one.element_size(), one.shape[1])
+    save = _SaveTokens(pointer, places.data_ptr(), len(places), len(layers[0][1]), *shape)
+    if _declared(library).kvstore_save_layers(ctypes.addressof(save), ctypes.addressof(table), 2 * len(layers)):
         raise IndexError("a save names a row or a place that is not there")
     return True
 
 
-def _layer_table(arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]]) -> "ctypes.Array[ctypes.c_int64] | None":
-    """For each layer: its number, the addresses of its keys and values, and the bytes from one token to the next."""
-    dtype, item_bytes, shape = arena.dtype, arena.element_size(), layers[0][1].shape
-    num_layers = arena.shape[1]
-    if shape[1:] != arena.shape[4:]:
-        return None
+def _part_table(
+    arena: Sequence[tuple[Tensor, Tensor]], layers: Sequence[tuple[int, Tensor, Tensor]]
+) -> "ctypes.Array[ctypes.c_int64] | None":
+    """For the keys and the values of each layer: where they lie in the arena, the tokens' address, the bytes from one
+    token to the next, and of one. All layers of an arena are cut alike."""
+    num_rows, item_bytes = len(layers[0][1]), layers[0][1].element_size()
     found: list[int] = []
     for layer, *pair in layers:
-        strides = []
-        for part in pair:
-            if not native.is_in_rows(part) or part.dtype != dtype or part.shape != shape:
+        for part, tokens in zip(arena[layer], pair, strict=True):
+            if not native.is_in_rows(tokens) or tokens.dtype != part.dtype:
                 return None
-            strides.append(part.stride(0) * item_bytes)
-        if not 0 <= layer < num_layers:
-            return None
-        found += (layer, pair[0].data_ptr(), pair[1].data_ptr(), *strides)
+            if len(tokens) != num_rows or tokens.shape[1:] != part.shape[2:]:
+                return None
+            sizes = tokens.stride(0) * item_bytes, part.stride(1) * item_bytes
+            found += (part.data_ptr(), tokens.data_ptr(), *sizes)
     return (ctypes.c_int64 * len(found))(*found)

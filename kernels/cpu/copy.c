@@ -15,6 +15,7 @@ typedef struct {
     int64_t num_loads, num_arena_blocks, num_blocks;
     int64_t arena_block_bytes; /* from one block of the arena to the next */
     int64_t block_size, num_heads, head_dim, item_bytes;
+    int64_t value_bytes; /* of a token; keys and values may have heads of different sizes */
     int64_t num_threads;
 } Load;
 
@@ -115,14 +116,14 @@ static void turn_token(const Load *load, const Turn *turn, const char *source, c
         turn_once(load, turn, source, target, cos, sin);
 }
 
-/* next: the following block, which is fetched meanwhile with its values. */
+/* next, values: keys and values of the following block, which are fetched meanwhile. */
 static void turn_block(const Load *load, const Turn *turn, const char *source, char *target, int64_t position,
-                       const char *next, int streams) {
+                       const char *next, const char *values, int streams) {
     char scratch[SCRATCH_BYTES] __attribute__((aligned(64)));
     int64_t size = load->num_heads * load->head_dim * load->item_bytes;
-    for (int64_t i = 0; i < load->block_size; i++, source += size, target += size, next += size) {
-        fetch(next, size);
-        fetch(next + load->block_size * size, size);
+    for (int64_t i = 0; i < load->block_size; i++, source += size, target += size) {
+        fetch(next + i * size, size);
+        fetch(values + i * load->value_bytes, load->value_bytes);
         int staged = streams && size <= SCRATCH_BYTES;
         turn_token(load, turn, source, staged ? scratch : target, position + i);
         if (staged) copy(target, scratch, size, 1);
@@ -141,40 +142,42 @@ static int loads_fit(const Load *load, const Turn *turn) {
     return 1;
 }
 
-/* arena: this layer's raw keys in arena block 0, followed by its values. turn: NULL to rotate nothing. */
-int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, char *key_cache, char *value_cache) {
+/* keys, values: this layer's in arena block 0, keys raw. turn: NULL to rotate nothing. */
+int kvstore_load_layer(const Load *load, const Turn *turn, const char *keys, const char *values, char *key_cache,
+                       char *value_cache) {
     if (!loads_fit(load, turn)) return OUT_OF_RANGE;
     int64_t size = load->block_size * load->num_heads * load->head_dim * load->item_bytes, last = load->num_loads - 1;
-    int streams = 2 * size * load->num_loads >= STREAM_BYTES;
-#pragma omp parallel num_threads((int)load->num_threads) if (2 * size * load->num_loads >= PARALLEL_BYTES)
+    int64_t value_size = load->block_size * load->value_bytes, whole = (size + value_size) * load->num_loads;
+    int streams = whole >= STREAM_BYTES;
+#pragma omp parallel num_threads((int)load->num_threads) if (whole >= PARALLEL_BYTES)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i <= last; i++) {
-            const char *source = arena + load->arena_blocks[i] * load->arena_block_bytes;
-            const char *next = arena + load->arena_blocks[i < last ? i + 1 : i] * load->arena_block_bytes;
-            char *key = key_cache + load->numbers[i] * size, *value = value_cache + load->numbers[i] * size;
+            int64_t at = load->arena_blocks[i] * load->arena_block_bytes;
+            int64_t next = load->arena_blocks[i < last ? i + 1 : i] * load->arena_block_bytes;
+            char *key = key_cache + load->numbers[i] * size;
             if (turn)
-                turn_block(load, turn, source, key, load->positions[i], next, streams);
+                turn_block(load, turn, keys + at, key, load->positions[i], keys + next, values + next, streams);
             else
-                copy(key, source, size, streams);
-            copy(value, source + size, size, streams);
+                copy(key, keys + at, size, streams);
+            copy(value_cache + load->numbers[i] * value_size, values + at, value_size, streams);
         }
         if (streams) _mm_sfence(); /* each thread for its own writes: others read them as soon as all are done */
     }
     return DONE;
 }
 
+/* keys or values of one layer: a step's, and where they lie in arena block 0 */
 typedef struct {
-    int64_t layer;
-    const char *key, *value;
-    int64_t key_stride, value_stride; /* bytes from one token to the next */
-} Layer;
+    char *arena;
+    const char *tokens;
+    int64_t stride, size; /* bytes from one token of the step to the next, and of one */
+} Part;
 
 typedef struct {
     const int64_t *rows, *places; /* rows: NULL for the first ones */
     int64_t num_tokens, num_rows, num_arena_blocks;
-    int64_t arena_block_bytes, block_size, token_bytes;
-    char *arena;
+    int64_t arena_block_bytes, block_size;
 } Save;
 
 static inline int64_t row_of(const Save *save, int64_t i) { return save->rows ? save->rows[i] : i; }
@@ -187,18 +190,14 @@ static int tokens_fit(const Save *save) {
 }
 
 /* Saves raw keys and values of a step's tokens to their places in the arena: arena block * block_size + offset. */
-int kvstore_save_layers(const Save *save, const Layer *layers, int64_t num_layers) {
+int kvstore_save_layers(const Save *save, const Part *parts, int64_t num_parts) {
     if (!tokens_fit(save)) return OUT_OF_RANGE;
-    int64_t size = save->token_bytes, part = save->block_size * size;
-    for (const Layer *from = layers; from < layers + num_layers; from++) {
-        char *arena = save->arena + from->layer * 2 * part;
+    for (const Part *part = parts; part < parts + num_parts; part++)
         for (int64_t i = 0; i < save->num_tokens; i++) {
-            int64_t row = row_of(save, i), arena_block = save->places[i] / save->block_size;
+            int64_t arena_block = save->places[i] / save->block_size;
             int64_t offset = save->places[i] - arena_block * save->block_size;
-            char *target = arena + arena_block * save->arena_block_bytes + offset * size;
-            memcpy(target, from->key + row * from->key_stride, size);
-            memcpy(target + part, from->value + row * from->value_stride, size);
+            memcpy(part->arena + arena_block * save->arena_block_bytes + offset * part->size,
+                   part->tokens + row_of(save, i) * part->stride, part->size);
         }
-    }
     return DONE;
 }

@@ -42,14 +42,15 @@ def _request_of(query_start, tile, first, num_requests, TILE_TOKENS: tl.constexp
 @triton.jit
 def _walk(
     acc, peak, total, query, own, keys, values, table, begin, end, first, last, factor, inner,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys at positions begin .. end - 1 into the running softmax of a tile of rows.
 
     MASKED: only positions first .. last - 1 are read, and no row sees a position after its own. Else all rows see all.
     """
-    dims = tl.arange(0, WIDTH)
+    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
     for start in tl.range(begin, end, TILE_KEYS):
         positions = start + tl.arange(0, TILE_KEYS)
         real = (positions >= first) & (positions < last)
@@ -59,16 +60,17 @@ def _walk(
             blocks = tl.load(table + positions // BLOCK_SIZE)
         tokens = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # pools have more than 2**31 elements
         offsets = tokens[:, None] * (KV_HEADS * HEAD_DIM) + dims[None, :]
+        value_offsets = tokens[:, None] * (KV_HEADS * VALUE_DIM) + value_dims[None, :]
         if MASKED:  # the rest of a page may contain anything, even NaN
-            there = real[:, None] & (dims < HEAD_DIM)[None, :]
-            key = tl.load(keys + offsets, mask=there, other=0.0)
-            value = tl.load(values + offsets, mask=there, other=0.0)
-        elif WIDTH != HEAD_DIM:
+            key = tl.load(keys + offsets, mask=real[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+            there = real[:, None] & (value_dims < VALUE_DIM)[None, :]
+            value = tl.load(values + value_offsets, mask=there, other=0.0)
+        elif WIDTH != HEAD_DIM or VALUE_WIDTH != VALUE_DIM:
             key = tl.load(keys + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            value = tl.load(values + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            value = tl.load(values + value_offsets, mask=(value_dims < VALUE_DIM)[None, :], other=0.0)
         else:
             key = tl.load(keys + offsets)
-            value = tl.load(values + offsets)
+            value = tl.load(values + value_offsets)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if SOFTCAP:
             scores = 1 - 2 / (tl.exp2(scores * inner) + 1)  # tanh
@@ -94,13 +96,13 @@ def _walk(
 def _attend(
     query, key_cache, value_cache, query_start, context_lens, block_table, sinks, out, partial, logsum,
     first, num_requests, num_splits, table_stride, query_token_stride, query_head_stride, factor, inner,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of rows, num_kv_heads, num_splits). Requests from `first` on; with ONE_TOKEN each is one tile.
 
-    `out` is written, or with `partial` [num_tokens, num_heads, num_splits, HEAD_DIM] and `logsum` [num_tokens,
+    `out` is written, or with `partial` [num_tokens, num_heads, num_splits, VALUE_DIM] and `logsum` [num_tokens,
     num_heads, num_splits] (base 2) the part of one split. `sinks` may be None; with splits `_join` adds them.
     """
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else TILE_ROWS // GROUP
@@ -138,26 +140,28 @@ def _attend(
     if sinks is not None and partial is None:  # a score that enters the softmax but has no value
         peak = tl.load(sinks + heads, mask=ours, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    acc = tl.zeros([TILE_ROWS, WIDTH], dtype=tl.float32)
-    keys, values, table = key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM, block_table
+    acc = tl.zeros([TILE_ROWS, VALUE_WIDTH], dtype=tl.float32)
+    keys, values, table = key_cache + kv_head * HEAD_DIM, value_cache + kv_head * VALUE_DIM, block_table
     table += request.to(tl.int64) * table_stride
     if not (WINDOW > 0 or ONE_TOKEN):
         acc, peak, total = _walk(
             acc, peak, total, queries, own, keys, values, table, begin, edge, oldest, newest, factor, inner,
-            KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, TILE_KEYS, WINDOW, SOFTCAP, False,
+            KV_HEADS, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_SIZE, TILE_KEYS, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     acc, peak, total = _walk(
         acc, peak, total, queries, own, keys, values, table, edge, finish, oldest, newest, factor, inner,
-        KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, TILE_KEYS, WINDOW, SOFTCAP, True,
+        KV_HEADS, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_SIZE, TILE_KEYS, WINDOW, SOFTCAP, True,
     )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # a row that sees nothing gets zeros
     acc = acc / total[:, None]
+    dims = tl.arange(0, VALUE_WIDTH)
+    there = ours[:, None] & (dims < VALUE_DIM)[None, :]
     if partial is None:
-        target = (tokens * KV_HEADS * GROUP + heads).to(tl.int64) * HEAD_DIM
+        target = (tokens * KV_HEADS * GROUP + heads).to(tl.int64) * VALUE_DIM
         tl.store(out + target[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
     else:
         target = ((tokens - first) * KV_HEADS * GROUP + heads).to(tl.int64) * num_splits + split
-        tl.store(partial + target[:, None] * HEAD_DIM + dims[None, :], acc, mask=there)
+        tl.store(partial + target[:, None] * VALUE_DIM + dims[None, :], acc, mask=there)
         tl.store(logsum + target, peak + tl.log2(total), mask=ours)
 
 
@@ -209,20 +213,24 @@ def _launch(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor,
     first: int, end: int, max_query_len: int,
 ) -> None:  # fmt: skip
-    """Launch for requests first .. end - 1, none longer than `max_query_len`. Those before them have one token each."""
+    """Launch for requests first .. end - 1, none longer than `max_query_len`. Those before them have one token each.
+
+    out: [num_tokens, num_heads, head_dim of the values].
+    """
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous() and query.stride(2) == 1
     num_heads, head_dim = query.shape[1:]
-    block_size, num_kv_heads = key_cache.shape[1:3]
+    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
     group, width = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    value_width = max(16, triton.next_power_of_2(value_dim))
     num_tokens = end if max_query_len == 1 else query.shape[0]
-    shape = tile_shape(max_query_len * group, group, width, query.dtype)
+    shape = tile_shape(max_query_len * group, group, max(width, value_width), query.dtype)
     tile_tokens = 1 if max_query_len == 1 else shape.rows // group
     num_tiles = (num_tokens - end) // tile_tokens + end - first  # an upper bound; see _request_of
     num_splits = _num_splits(num_tiles * num_kv_heads, layout.max_context_len, shape, scoring.window, query.device)
     partial = logsum = None
     if num_splits > 1:
         sums = (num_tokens - first, num_heads, num_splits)
-        partial = torch.empty((*sums, head_dim), dtype=torch.float32, device=query.device)
+        partial = torch.empty((*sums, value_dim), dtype=torch.float32, device=query.device)
         logsum = torch.empty(sums, dtype=torch.float32, device=query.device)
     num_stages = shape.num_stages if partial is None else min(shape.num_stages, 3)  # a part is short
     softcap = scoring.softcap
@@ -232,14 +240,15 @@ def _launch(
         layout.block_table.stride(0), query.stride(0), query.stride(1),
         LOG2E * (scoring.scale if softcap is None else softcap),
         0.0 if softcap is None else 2 * LOG2E * scoring.scale / softcap,
-        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, WIDTH=width, BLOCK_SIZE=block_size,
-        TILE_ROWS=shape.rows, TILE_KEYS=shape.keys, MIN_TILES=shape.min_split // shape.keys, WINDOW=scoring.window or 0,
-        SOFTCAP=softcap is not None, ONE_TOKEN=max_query_len == 1, num_warps=shape.num_warps, num_stages=num_stages,
+        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, WIDTH=width, VALUE_DIM=value_dim,
+        VALUE_WIDTH=value_width, BLOCK_SIZE=block_size, TILE_ROWS=shape.rows, TILE_KEYS=shape.keys,
+        MIN_TILES=shape.min_split // shape.keys, WINDOW=scoring.window or 0, SOFTCAP=softcap is not None,
+        ONE_TOKEN=max_query_len == 1, num_warps=shape.num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _join[(num_tokens - first, num_heads)](
             partial, logsum, scoring.sinks, out, first, num_splits,
-            HEAD_DIM=head_dim, WIDTH=width, CHUNK=SPLITS_PER_READ, num_warps=4,
+            HEAD_DIM=value_dim, WIDTH=value_width, CHUNK=SPLITS_PER_READ, num_warps=4,
         )  # fmt: skip
 
 

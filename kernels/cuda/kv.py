@@ -8,6 +8,7 @@ kernels have twins in `kvstore.kernels.reference`. Callers take care of the orde
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import triton
@@ -88,7 +89,7 @@ def _store_rest(rows, mask, values, START: tl.constexpr, END: tl.constexpr):
 def _write_kernel(
     query, key, value, new_query, new_key, key_cache, value_cache, slots, cos, sin,
     query_token, query_head, key_token, key_head, value_token, value_head,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program per token, for all its heads. HALF: pairs of a head that are rotated; 0: only write."""
@@ -100,7 +101,7 @@ def _write_kernel(
     key_rows = key + token * key_token + kv_head * key_head
     value_rows = value + token * value_token + kv_head * value_head
     cached = slot * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-    values = _load_rest(value_rows, is_kv_head, 0, HEAD_DIM)
+    values = _load_rest(value_rows, is_kv_head, 0, VALUE_DIM)
     if HALF > 0:
         head = tl.arange(0, triton.next_power_of_2(NUM_HEADS))[:, None]
         is_head = head < NUM_HEADS
@@ -125,7 +126,8 @@ def _write_kernel(
         _store_rest(key_cache + cached, is_written, rest, 2 * HALF, HEAD_DIM)
         if HALF > 0:
             _store_rest(key_out, is_kv_head, rest, 2 * HALF, HEAD_DIM)
-    _store_rest(value_cache + cached, is_written, values, 0, HEAD_DIM)
+    cached_values = slot * (NUM_KV_HEADS * VALUE_DIM) + kv_head * VALUE_DIM
+    _store_rest(value_cache + cached_values, is_written, values, 0, VALUE_DIM)
 
 
 def rotate_and_write(
@@ -151,7 +153,7 @@ def rotate_and_write(
         query_in, key_in, value_in, new_query, new_key, key_cache, value_cache, slots,
         None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
         *query_in.stride()[:2], *key_in.stride()[:2], *value_in.stride()[:2],
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value.shape[2],
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
         ROUNDS_ONCE=rotation is not None and rotation.rounds_once(key.dtype),
         num_warps=min(max(pairs // 256, 1), 8),  # so that each thread has 16 bytes of a tile of keys
@@ -172,34 +174,37 @@ def _rows_of(tensor: Tensor) -> Tensor:
 # -- blocks of the arena into the paged cache --------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["num_blocks", "num_layers"])
 def _load_kernel(
-    arena, layers, blocks, cos, sin, num_blocks, num_layers, arena_block_stride, layer_stride, part_stride,
-    TOKEN_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
+    arena, layers, blocks, cos, sin, num_blocks, num_layers, arena_block_stride, ALL_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Items are NUM_ROWS heads of a block in one layer, keys and values. Programs take items in turn.
 
-    layers: (number, address of the key cache, of the value cache).
+    layers: (where keys begin after `arena`, and values, address of the key cache, of the value cache). ALL_HEADS: of a
+    token in the arena.
     """
     BLOCK_ROWS: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
     NUM_PARTS: tl.constexpr = triton.cdiv(BLOCK_ROWS, NUM_ROWS)
     layer_items = num_blocks * NUM_PARTS
     item = tl.program_id(0)
     while item < num_layers * layer_items:
-        layer = layers + item // layer_items * 3
-        keys = arena + tl.load(layer) * layer_stride
-        values = keys + part_stride
-        key_cache, value_cache = tl.load(layer + 1).to(arena.dtype), tl.load(layer + 2).to(arena.dtype)
+        layer = layers + item // layer_items * 4
+        keys, values = tl.load(layer), tl.load(layer + 1)
+        key_cache, value_cache = tl.load(layer + 2).to(arena.dtype), tl.load(layer + 3).to(arena.dtype)
         if ALIGNED:
+            keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
             key_cache, value_cache = tl.multiple_of(key_cache, 16), tl.multiple_of(value_cache, 16)
+        keys, values = arena + keys, arena + values
         block = blocks + item % layer_items // NUM_PARTS
         arena_block, number, position = tl.load(block), tl.load(block + num_blocks), tl.load(block + 2 * num_blocks)
         row = item % NUM_PARTS * NUM_ROWS + tl.arange(0, NUM_ROWS)[:, None]
         mask = row < BLOCK_ROWS
         token = row // NUM_KV_HEADS
-        source = arena_block * arena_block_stride + token * TOKEN_STRIDE + row % NUM_KV_HEADS * HEAD_DIM
+        arena_row = token * ALL_HEADS + row % NUM_KV_HEADS
+        source = arena_block * arena_block_stride + arena_row * HEAD_DIM
         target = number * (BLOCK_ROWS * HEAD_DIM) + row * HEAD_DIM
-        value = _load_rest(values + source, mask, 0, HEAD_DIM)
+        value = _load_rest(values + arena_block * arena_block_stride + arena_row * VALUE_DIM, mask, 0, VALUE_DIM)
         if HALF > 0:
             first, second = _load_pairs(keys + source, mask, HALF, INTERLEAVED)
             angle = (position + token) * HALF
@@ -209,44 +214,62 @@ def _load_kernel(
         if 2 * HALF < HEAD_DIM:
             rest = _load_rest(keys + source, mask, 2 * HALF, HEAD_DIM)
             _store_rest(key_cache + target, mask, rest, 2 * HALF, HEAD_DIM)
-        _store_rest(value_cache + target, mask, value, 0, HEAD_DIM)
+        _store_rest(value_cache + number * (BLOCK_ROWS * VALUE_DIM) + row * VALUE_DIM, mask, value, 0, VALUE_DIM)
         item += tl.num_programs(0)
 
 
-def load(arena: Tensor, layers: Sequence[CachedLayer], blocks: Tensor, rotation: Rotation | None) -> None:
-    """Load N blocks of some layers, in order. Arena and caches as in `kvstore.kernels.reference.load_blocks`; the arena
-    is pinned host memory, or a view of some of its layers and heads.
+def load(
+    arena: Sequence[tuple[Tensor, Tensor]], layers: Sequence[CachedLayer], blocks: Tensor, rotation: Rotation | None
+) -> None:
+    """Load N blocks of some layers of one shape, in order. Arena: see `kvstore.kernels.kv`; it is pinned host memory.
+    Caches as in `kvstore.kernels.reference.load_blocks`.
 
     blocks: [3, N] int64 on the device: arena block, HBM block, and the position of each block's first token. rotation:
     the layers' full table, on the device.
     """
     num_blocks = blocks.shape[1]
-    block_size, num_kv_heads, head_dim = arena.shape[3:]
     half = 0 if rotation is None else rotation.cos.shape[-1]
-    assert _has_whole_heads(arena) and blocks.is_contiguous() and blocks.dtype == torch.int64
-    assert all(cache.is_contiguous() and cache.dtype == arena.dtype for _, *pair in layers for cache in pair)
+    assert blocks.is_contiguous() and blocks.dtype == torch.int64
     assert rotation is None or (rotation.cos.is_contiguous() and rotation.sin.is_contiguous())
     if not num_blocks or not layers:
         return
-    numbers = [number for layer, key, value in layers for number in (layer, key.data_ptr(), value.data_ptr())]
-    num_rows = min(_tile_rows(head_dim), triton.next_power_of_2(block_size * num_kv_heads))
+    base = arena[0][0]
+    numbers: list[int] = []
+    for layer in layers:
+        assert all(cache.is_contiguous() and cache.dtype == base.dtype for cache in layer[1:])
+        numbers += _addresses(arena, layer)
+    (_, block_size, num_kv_heads, head_dim), value_dim = layers[0][1].shape, layers[0][2].shape[3]
+    num_rows = min(_tile_rows(max(head_dim, value_dim)), triton.next_power_of_2(block_size * num_kv_heads))
     num_items = len(layers) * num_blocks * triton.cdiv(block_size * num_kv_heads, num_rows)
     _load_kernel[(min(num_items, NUM_PROGRAMS),)](
-        arena, _numbers_on(blocks.device, _stream(blocks), tuple(numbers)), blocks,
+        base, _numbers_on(blocks.device, _stream(blocks), tuple(numbers)), blocks,
         None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
-        num_blocks, len(layers), *arena.stride()[:3], TOKEN_STRIDE=arena.stride(3),
-        BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
+        num_blocks, len(layers), base.stride(0), ALL_HEADS=_all_heads(arena, layers[0][0]),
+        BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, NUM_ROWS=num_rows,
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
-        ROUNDS_ONCE=rotation is not None and rotation.rounds_once(arena.dtype),
-        ALIGNED=all(cache.data_ptr() % 16 == 0 for _, *pair in layers for cache in pair),
+        ROUNDS_ONCE=rotation is not None and rotation.rounds_once(base.dtype),
+        ALIGNED=not any(number % 16 for number in numbers),
         num_warps=min(max(num_rows * triton.next_power_of_2(half or head_dim) // 256, 1), NUM_WARPS),
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _has_whole_heads(arena: Tensor) -> bool:
-    """Whether the heads of a token lie one after the other."""
-    return arena.stride()[4:] == (arena.shape[5], 1)
+def _addresses(arena: Sequence[tuple[Tensor, Tensor]], layer: tuple[int, Tensor, Tensor]) -> list[int]:
+    """Where a layer's keys and values begin in the arena, in numbers after the first layer's keys; and the addresses of
+    those that it is read from or written to.
+    """
+    number, *pair = layer
+    begin = arena[0][0].storage_offset()
+    return [*(part.storage_offset() - begin for part in arena[number]), *(tensor.data_ptr() for tensor in pair)]
+
+
+def _all_heads(arena: Sequence[tuple[Tensor, Tensor]], layer: int) -> int:
+    """How many heads a token has in the arena, of which these views may have a part. They lie one after the other."""
+    keys, values = arena[layer]
+    count = keys.stride(1) // keys.shape[3]
+    for part in (keys, values):
+        assert part.stride()[1:] == (count * part.shape[3], part.shape[3], 1)
+    return count
 
 
 def _tile_rows(head_dim: int) -> int:
@@ -257,19 +280,21 @@ def _tile_rows(head_dim: int) -> int:
 @triton.jit(do_not_specialize=["num_tokens", "num_layers"], do_not_specialize_on_alignment=["places", "rows"])
 def _save_kernel(
     arena, layers, rows, places, num_tokens, num_layers,
-    key_token, key_head, value_token, value_head, arena_block_stride, layer_stride, part_stride,
-    TOKEN_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    key_token, key_head, value_token, value_head, arena_block_stride, ALL_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    NUM_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Items are NUM_ROWS heads of consecutive tokens in one layer. layers: (number, key's address, value's address)."""
+    """Items are NUM_ROWS heads of consecutive tokens in one layer. layers: (where keys begin after `arena`, and values,
+    key's address, value's address).
+    """
     num_parts = tl.cdiv(num_tokens * NUM_KV_HEADS, NUM_ROWS)
     item = tl.program_id(0)
     while item < num_layers * num_parts:
-        layer = layers + item // num_parts * 3
-        number = tl.load(layer)
-        keys, values = tl.load(layer + 1).to(arena.dtype), tl.load(layer + 2).to(arena.dtype)
+        layer = layers + item // num_parts * 4
+        saved_keys, saved_values = tl.load(layer), tl.load(layer + 1)
+        keys, values = tl.load(layer + 2).to(arena.dtype), tl.load(layer + 3).to(arena.dtype)
         if ALIGNED:
+            saved_keys, saved_values = tl.multiple_of(saved_keys, 16), tl.multiple_of(saved_values, 16)
             keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
         row = item % num_parts * NUM_ROWS + tl.arange(0, NUM_ROWS)
         token, head = row // NUM_KV_HEADS, (row % NUM_KV_HEADS)[:, None]
@@ -279,40 +304,51 @@ def _save_kernel(
             token = tl.load(rows + token, mask=token < num_tokens, other=0)
         token = token.to(tl.int64)[:, None]
         key = _load_rest(keys + token * key_token + head * key_head, mask, 0, HEAD_DIM)
-        value = _load_rest(values + token * value_token + head * value_head, mask, 0, HEAD_DIM)
-        within = place % BLOCK_SIZE * TOKEN_STRIDE + head * HEAD_DIM
-        target = arena + place // BLOCK_SIZE * arena_block_stride + number * layer_stride + within
-        _store_rest(target, mask, key, 0, HEAD_DIM)
-        _store_rest(target + part_stride, mask, value, 0, HEAD_DIM)
+        value = _load_rest(values + token * value_token + head * value_head, mask, 0, VALUE_DIM)
+        block, arena_row = place // BLOCK_SIZE * arena_block_stride, place % BLOCK_SIZE * ALL_HEADS + head
+        _store_rest(arena + saved_keys + block + arena_row * HEAD_DIM, mask, key, 0, HEAD_DIM)
+        _store_rest(arena + saved_values + block + arena_row * VALUE_DIM, mask, value, 0, VALUE_DIM)
         item += tl.num_programs(0)
 
 
-def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
-    """As `kvstore.kernels.kv.save_to_arena`, with one launch for all layers whose keys and values have the same
-    strides."""
+def save(
+    arena: Sequence[tuple[Tensor, Tensor]], layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor
+) -> None:
+    """As `kvstore.kernels.kv.save_to_arena`, with one launch for all layers whose keys and values have the same shapes
+    and strides."""
     if not layers or not len(places):
         return
-    assert _has_whole_heads(arena) and places.is_contiguous() and places.dtype == torch.int64
+    assert places.is_contiguous() and places.dtype == torch.int64
     assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int64)
-    block_size, num_kv_heads, head_dim = arena.shape[3:]
-    num_rows = _tile_rows(head_dim)
+    base, block_size = arena[0][0], arena[0][0].shape[1]
     readable = [(layer, _rows_of(key), _rows_of(value)) for layer, key, value in layers]
-    for shape, group in groupby(readable, _shape_of):
-        numbers = [number for layer, key, value in group for number in (layer, key.data_ptr(), value.data_ptr())]
-        num_items = len(numbers) // 3 * triton.cdiv(len(places) * num_kv_heads, num_rows)
+    for kind, group in groupby(readable, lambda one: _kind_of(arena, one)):
+        numbers = [number for layer in group for number in _addresses(arena, layer)]
+        num_rows = _tile_rows(max(kind.head_dim, kind.value_dim))
+        num_items = len(numbers) // 4 * triton.cdiv(len(places) * kind.num_kv_heads, num_rows)
         _save_kernel[(min(num_items, NUM_PROGRAMS),)](
-            arena, _numbers_on(places.device, _stream(places), tuple(numbers)), rows, places,
-            len(places), len(numbers) // 3, *shape[:4], *arena.stride()[:3], TOKEN_STRIDE=arena.stride(3),
-            BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
-            ALIGNED=shape[4], num_warps=NUM_WARPS,
+            base, _numbers_on(places.device, _stream(places), tuple(numbers)), rows, places,
+            len(places), len(numbers) // 4, *kind.strides, base.stride(0), ALL_HEADS=kind.all_heads,
+            BLOCK_SIZE=block_size, NUM_KV_HEADS=kind.num_kv_heads, HEAD_DIM=kind.head_dim, VALUE_DIM=kind.value_dim,
+            NUM_ROWS=num_rows, ALIGNED=kind.aligned, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
-def _shape_of(layer: RawLayer) -> tuple[int, int, int, int, bool]:
-    """What layers of one launch have in common: strides of key and value, and whether both are aligned to 16 bytes."""
-    _, key, value = layer
-    aligned = key.data_ptr() % 16 == value.data_ptr() % 16 == 0
-    return (*key.stride()[:2], *value.stride()[:2], aligned)
+class _Kind(NamedTuple):
+    """What layers of one launch have in common. aligned: all addresses are multiples of 16."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    all_heads: int
+    strides: tuple[int, int, int, int]  # from token to token and from head to head, of keys and of values
+    aligned: bool
+
+
+def _kind_of(arena: Sequence[tuple[Tensor, Tensor]], layer: RawLayer) -> _Kind:
+    number, key, value = layer
+    aligned, strides = not any(one % 16 for one in _addresses(arena, layer)), (*key.stride()[:2], *value.stride()[:2])
+    return _Kind(key.shape[1], key.shape[2], value.shape[2], _all_heads(arena, number), strides, aligned)
 
 
 @lru_cache(maxsize=512)

@@ -153,14 +153,16 @@ class DeviceTransfer:
         Compiles the kernels and waits for that, else the first load would take, and be measured, so much longer.
         """
         self._caches, self._states = caches, states
-        arena, streams = self.arena.own, self._streams
-        blank = torch.zeros(1, *arena.shape[4:], dtype=arena.dtype, device=caches[0][0].device)
-        blocks = BlockLoad(arena, [0], [0], [0], self.arena.layout.own_rotations)
+        streams = self._streams
+        blank = [
+            (layer, *(cache.new_zeros(1, *cache.shape[2:]) for cache in pair)) for layer, pair in enumerate(caches)
+        ]
+        blocks = BlockLoad(self.arena.layers, [0], [0], [0], self.arena.layout.own_rotations)
         ahead = self.pace.layers_ahead
         for first, end in [(0, ahead), *((layer, layer + 1) for layer in range(ahead, len(caches)))]:
             streams.launch(Queue.LOAD, partial(blocks.load_layers, first, caches[first:end]))
         save = _Save(0, torch.tensor([[0], [-1]]))  # a place that is skipped
-        streams.launch(Queue.SAVE, partial(self._copy, save, [(layer, blank, blank) for layer in range(len(caches))]))
+        streams.launch(Queue.SAVE, partial(self._copy, save, blank))
         for place in (Queue.LOAD, Queue.SAVE):
             streams.record(place).synchronize()
 
@@ -264,10 +266,10 @@ class DeviceTransfer:
         """Copy these layers to the arena. Runs in the queue of saves."""
         device = layers[0][1].device
         if device.type == "cuda" and not has_triton():  # the host waits for each layer
-            save_layers(self.arena.own, layers, *step.places)
+            save_layers(self.arena.layers, layers, *step.places)
             return
         step.places = to_device(step.places, device)
-        save_to_arena(self.arena.own, layers, *step.places)
+        save_to_arena(self.arena.layers, layers, *step.places)
 
     def end(self, succeeded: bool = True) -> SaveFence | None:
         """The forward has ended: hand over the rest of its saves. If it has not succeeded, none of them counts.

@@ -20,18 +20,23 @@ class FarBlocks:
 
     def loaded(self, part: OwnPart, loads: Sequence[Load]) -> bytes:
         """This part of the blocks that a step loads, one after the other."""
-        (first, last), heads = part.layers, slice(*part.heads)
-        return bytes_of(self.arena.tensor[load.arena_block, first:last, :, :, heads] for load in loads)
+        own_part = self._part(part)
+        return bytes_of(own_part[load.arena_block] for load in loads)
 
     def put(self, part: OwnPart, saves: Sequence[Save], data: bytes) -> None:
         """Write what a rank has saved, in the order of `saves`, into its part of their blocks."""
-        (first, last), heads = part.layers, slice(*part.heads)
+        own_part = self._part(part)
         values = torch.frombuffer(bytearray(data), dtype=self.arena.layout.dtype)
         for save in saves:
-            block = self.arena.tensor[save.arena_block]
-            place = block[first:last, :, save.offset : save.offset + save.num_tokens, heads]
+            place = own_part[save.arena_block, :, save.offset : save.offset + save.num_tokens]
             own, values = values[: place.numel()], values[place.numel() :]
             place.copy_(own.view(place.shape))
+
+    def _part(self, part: OwnPart) -> torch.Tensor:
+        """This part of all blocks: [num_arena_blocks, 2 * num_layers, block_size, num_heads, head_dim]."""
+        [run], (first, last) = self.arena.runs, part.layers  # all layers have one shape
+        heads = run.unflatten(3, (self.arena.layout.shapes[0].num_kv_heads, -1))
+        return heads[:, 2 * first : 2 * last, :, slice(*part.heads)]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> bytes:

@@ -12,16 +12,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One token's keys, [num_kv_heads, key_dim], and values, [num_kv_heads, value_dim], in one layer."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """How many numbers keys have, and values."""
+        return self.num_kv_heads * self.key_dim, self.num_kv_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of a model's KV as it is stored. rotations: per layer the full table, None where keys are not rotated.
+    """Shape of a model's KV as it is stored: a block is one layer after the other, in each the keys of all tokens, then
+    their values. rotations: per layer the full table, None where keys are not rotated.
 
     own_heads, own_layers: the heads and layers that this process moves, None for all. Blocks have all of them.
     state_bytes: of what a request keeps beside its KV, 0 for nothing; it is stored in blocks of the same size.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    shapes: tuple[LayerShape, ...]  # of the layers
     block_size: int
     dtype: torch.dtype
     rotations: tuple[Rotation | None, ...]
@@ -39,12 +52,18 @@ class KVLayout:
         return self.rotations if self.own_layers is None else self.rotations[self.own_layers]
 
     @property
-    def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+    def widths(self) -> tuple[int, ...]:
+        """How many numbers a token has in each part of a block: the keys and the values of each layer."""
+        return tuple(width for shape in self.shapes for width in shape.widths)
+
+    @property
+    def block_numbers(self) -> int:
+        """How many numbers a block has."""
+        return self.block_size * sum(self.widths)
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.block_numbers * self.dtype.itemsize
 
 
 class States(Protocol):
@@ -61,13 +80,13 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """What of each block a rank has: layers and KV heads, [start, stop)."""
+    """What of each block a rank has: layers and KV heads, [start, stop). All layers have one shape."""
 
     layers: tuple[int, int]
     heads: tuple[int, int]
 
     @classmethod
     def of(cls, layout: KVLayout) -> OwnPart:
-        layers = layout.own_layers or slice(0, layout.num_layers)
-        heads = layout.own_heads or slice(0, layout.num_kv_heads)
+        layers = layout.own_layers or slice(0, len(layout.shapes))
+        heads = layout.own_heads or slice(0, layout.shapes[0].num_kv_heads)
         return cls((layers.start, layers.stop), (heads.start, heads.stop))

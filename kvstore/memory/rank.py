@@ -53,9 +53,8 @@ class FarTransfer:
 
     def __init__(self, layout: KVLayout) -> None:
         part = OwnPart.of(layout)
-        num_layers, num_heads = part.layers[1] - part.layers[0], part.heads[1] - part.heads[0]
-        shape = (num_layers, num_heads, layout.head_dim, layout.block_size)
-        self._layout = KVLayout(*shape, layout.dtype, layout.own_rotations)
+        shapes = (replace(layout.shapes[0], num_kv_heads=part.heads[1] - part.heads[0]),) * len(layout.own_rotations)
+        self._layout = KVLayout(shapes, layout.block_size, layout.dtype, layout.own_rotations)
         self._own = Transfer(Arena(self._layout, LEAST_ARENA_BLOCKS, pin=False))
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._saves: Sequence[Save] = ()
@@ -74,7 +73,7 @@ class FarTransfer:
         if num_loads:
             arena.reach(num_loads - 1)
             values = torch.frombuffer(bytearray(loaded), dtype=self._layout.dtype)
-            arena.tensor[:num_loads] = values.view(num_loads, *self._layout.block_shape)
+            arena.tensor[:num_loads] = values.view(num_loads, -1)
         loads = tuple(replace(load, arena_block=index) for index, load in enumerate(plan.loads))
         self._saves = tuple(replace(save, arena_block=index) for index, save in enumerate(plan.saves, num_loads))
         self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
@@ -95,5 +94,5 @@ class FarTransfer:
 
     def saved(self) -> bytes:
         """What the last step has saved; see `FarBlocks.put`."""
-        tensor = self._own.arena.tensor
-        return bytes_of(tensor[s.arena_block, :, :, s.offset : s.offset + s.num_tokens] for s in self._saves)
+        [run] = self._own.arena.runs  # all layers have one shape
+        return bytes_of(run[s.arena_block, :, s.offset : s.offset + s.num_tokens] for s in self._saves)

@@ -7,12 +7,13 @@ tensors, but no block ids and no requests, and decides nothing. For CUDA see `de
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -35,8 +36,10 @@ SMALL_STEP_TOKENS = 64  # steps of at most so many tokens are saved in one go, w
 
 
 class Arena:
-    """[num_arena_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is raw keys.
-    own: the part that this process moves to and from HBM, all of it or its layers and heads.
+    """tensor: [num_arena_blocks, numbers of a block], see `KVLayout`; keys are raw. runs: the parts of all blocks, with
+    one view for those in a row that have one width, [num_arena_blocks, num_parts, block_size, width]. layers: keys and
+    values of the layers and heads that this process moves to and from HBM, [num_arena_blocks, block_size, num_kv_heads,
+    head_dim] each.
 
     Memory comes from mmap, exactly as much as asked for, and is registered with CUDA if the model runs there: torch's
     own pinned allocator rounds up to powers of two. Pages are touched when they are first used; registering touches and
@@ -58,9 +61,9 @@ class Arena:
         with torch.inference_mode(False):  # whatever mode the caller is in: threads outside of it write here, too
             flat = torch.frombuffer(self._memory, dtype=torch.uint8)
             self.rows = flat.view(num_arena_blocks, layout.block_bytes)
-            self.tensor = flat.view(layout.dtype).view(num_arena_blocks, *layout.block_shape)
-            self.own = self.tensor if layout.own_layers is None else self.tensor[:, layout.own_layers]
-            self.own = self.own if layout.own_heads is None else self.own[..., layout.own_heads, :]
+            self.tensor = flat.view(layout.dtype).view(num_arena_blocks, layout.block_numbers)
+            self.runs = list(_runs(self.tensor, layout))
+            self.layers = _layers(self.runs, layout)
         self._bytes = memoryview(self._memory)
         self._unpin: weakref.finalize | None = None
         self._first_touch: FirstTouch | None = None
@@ -124,14 +127,33 @@ class Arena:
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
         for source, source_offset, arena_block, offset, count in pieces:
-            run = self.tensor[source, :, :, source_offset : source_offset + count]
-            self.tensor[arena_block, :, :, offset : offset + count] = run
+            for run in self.runs:
+                run[arena_block, :, offset : offset + count] = run[source, :, source_offset : source_offset + count]
 
     def close(self) -> None:
         """Unpin; no transfer may be running. The mapping goes when the last tensor and view of it are collected."""
         self._first_touch = None
         if self._unpin is not None:
             self._unpin()
+
+
+def _runs(tensor: torch.Tensor, layout: KVLayout) -> Iterator[torch.Tensor]:
+    start = 0
+    for width, parts in groupby(layout.widths):
+        shape = (len(list(parts)), layout.block_size, width)
+        end = start + math.prod(shape)
+        yield tensor[:, start:end].unflatten(1, shape)
+        start = end
+
+
+def _layers(runs: Sequence[torch.Tensor], layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    parts = [part for run in runs for part in run.unbind(1)]
+    heads = layout.own_heads or slice(None)
+    found = []
+    for shape, *pair in zip(layout.shapes, parts[::2], parts[1::2], strict=True):
+        keys, values = (part.unflatten(2, (shape.num_kv_heads, -1))[:, :, heads] for part in pair)
+        found.append((keys, values))
+    return found[layout.own_layers or slice(None)]
 
 
 def _private(size_bytes: int) -> mmap.mmap:
@@ -195,7 +217,8 @@ def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: i
 
 def block_load(arena: Arena, loads: Sequence[Load]) -> BlockLoad:
     arena_blocks, numbers = [load.arena_block for load in loads], [load.block_number for load in loads]
-    return BlockLoad(arena.own, arena_blocks, numbers, [load.position for load in loads], arena.layout.own_rotations)
+    positions = [load.position for load in loads]
+    return BlockLoad(arena.layers, arena_blocks, numbers, positions, arena.layout.own_rotations)
 
 
 class Transfer:
@@ -299,7 +322,7 @@ class Transfer:
             return
         try:
             with torch.inference_mode():
-                save_layers(self.arena.own, layers, step.rows, step.places)
+                save_layers(self.arena.layers, layers, step.rows, step.places)
         except Exception:  # as for loads: the step's blocks are computed and saved again later
             step.failed = True
 

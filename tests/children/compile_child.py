@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from kvstore.kernels.paged_batch import DeviceBatch, Scoring
 from kvstore.rope.rotary import Style
+from tests.support.arenas import layers_of
 from tests.support.rotations import rotation
 
 ARCHITECTURES = [80, 90]
@@ -60,6 +61,7 @@ def launch_kv_triton(heads, dtype, options):
     num_ranks, options = options.get("num_ranks", 1), {k: v for k, v in options.items() if k != "num_ranks"}
     turn, positions = rotation(dtype, **{"rotary_dim": heads[2], **options}), torch.arange(NUM_TOKENS)
     arena = torch.zeros(NUM_BLOCKS, 2, 2, BLOCK_SIZE, num_ranks * heads[1], heads[2], dtype=dtype)[..., -heads[1] :, :]
+    arena = layers_of(arena)
     blocks = torch.zeros(3, NUM_BLOCKS, dtype=torch.int64)
     kv_triton.write(key, value, *caches, positions)
     kv_triton.rotate_and_write(query, key, value, *caches, positions, turn.at(positions))

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -39,8 +40,9 @@ from tests.support.faults import before_each_save, disk_that
 from tests.support.models import make_model
 from tests.support.waiting import TIMEOUT_S, wait_until
 
-# Rotation in halves, interleaved, partial; per layer type; not in every layer; sliding windows; sinks.
-NAMES = ["Llama", "Qwen3", "Mistral", "Gemma3", "SmolLM3", "Glm4", "GPTNeoX", "GptOss", "Cohere2"]
+OF_MANY_SHAPES = ["Gemma4Text", "Gemma4Text small", "Gemma4Text MoE", "MiMoV2Flash"]
+# Rotation in halves, interleaved, partial; per layer type; not in every layer; sliding windows; sinks; shapes.
+NAMES = ["Llama", "Qwen3", "Mistral", "Gemma3", "SmolLM3", "Glm4", "GPTNeoX", "GptOss", "Cohere2", *OF_MANY_SHAPES]
 
 
 def hbm_blocks(engine: Engine, chain: list[BlockId]) -> list[torch.Tensor]:
@@ -99,6 +101,28 @@ def test_invariant_1_same_tokens_with_tiers_evicted(model, plain, store, evict, 
         assert (counters(engine)["loaded"], counters(engine)["read"]) == (num_loaded, num_read)
 
 
+@pytest.mark.parametrize("name", OF_MANY_SHAPES)
+def test_invariant_1_for_layers_of_different_shapes(saved_model, store, name):
+    """Cold, from HBM, from the CPU tier, from disk, and from disk after a restart: as the network answers alone."""
+    network, folder = make_model(name), saved_model(name)
+
+    @torch.inference_mode()
+    def alone(token_ids: list[int], count: int) -> list[int]:
+        ids = list(token_ids)
+        for _ in range(count):
+            ids.append(int(network(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        return ids[len(token_ids) :]
+
+    with ExitStack() as opened:
+
+        def restarted(_: Engine | None) -> Engine:
+            opened.close()
+            return opened.enter_context(open_engine(folder, store, dtype="float32"))
+
+        turns = iter([restarted, as_it_is, without_hbm, without_cpu, restarted])
+        assert conversation(None, alone, lambda engine: next(turns)(engine), 5) == [*WARM, 112]
+
+
 # -- invariant 2 -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("dtype", "codec"),
@@ -133,8 +157,9 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         engine.loop.pool.evict_all()
         assert cached(ask(engine, [*prompt, 1])) == (0, 144, 0, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed))
-        arena, cpu = engine.connector.parts.arena.tensor, engine.connector.parts.cpu
-        raw = torch.cat([arena[cpu.arena_block_of(one)] for one in chain], dim=2)  # [layers, 2, tokens, heads, dim]
+        arena, cpu = engine.connector.parts.arena, engine.connector.parts.cpu
+        arena_blocks = [cpu.arena_block_of(one) for one in chain]
+        raw = [[part[arena_blocks].flatten(0, 1) for part in layer] for layer in arena.layers]  # [tokens, heads, dim]
         spans = [(0, 21), (60, 144)]
         kept = [i for start, end in spans for i in range(start, end)]
         root = Lineage(engine.facts.root(""))
@@ -146,11 +171,11 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         assert cached(handle.output) == (16, 0, 0, 16 * (len(spliced) - 1))
         found = hbm_blocks(engine, spliced)
         count = 16 * len(spliced)
-        for layer, rotation in enumerate(engine.connector.parts.arena.layout.rotations):
-            key = raw[layer, 0, kept[:count]]
+        for layer, rotation in enumerate(arena.layout.rotations):
+            key, value = (part[kept[:count]] for part in raw[layer])
             expected = key if rotation is None else rotation.at(torch.arange(count)).apply(key)
             assert torch.equal(found[2 * layer].flatten(0, 1), expected)
-            assert torch.equal(found[2 * layer + 1].flatten(0, 1), raw[layer, 1, kept[:count]])
+            assert torch.equal(found[2 * layer + 1].flatten(0, 1), value)
         engine.check_integrity()
 
 

@@ -15,8 +15,8 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 class Case(Paged):
     """Attended to on a CPU, where pages have to be finite: torch masks what it has read."""
 
-    def __init__(self, requests, block_size=4, dtype=torch.float32, in_order=False, seed=0):
-        super().__init__(requests, (HEADS, KV_HEADS, HEAD_DIM), block_size, dtype, "cpu", in_order, 0.0, seed)
+    def __init__(self, requests, block_size=4, dtype=torch.float32, in_order=False, seed=0, head_dims=(HEAD_DIM,)):
+        super().__init__(requests, (HEADS, KV_HEADS, *head_dims), block_size, dtype, "cpu", in_order, 0.0, seed)
 
     def attend(self, scoring):
         return paged_attention(self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring)
@@ -26,6 +26,15 @@ class Case(Paged):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_mixed_batch_equals_reference(name, in_order):
     Case([(1, 1), (30, 1), (9, 1), (17, 17), (40, 13), (5, 2)], in_order=in_order).check(scoring_of(name, HEADS))
+
+
+@pytest.mark.parametrize("name", SCORINGS)
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_values_may_be_smaller(name, in_order, dtype):
+    requests = [(1, 1), (30, 1), (9, 1), (17, 17), (40, 13), (5, 2)]
+    Case(requests, 4, dtype, in_order, head_dims=(32, 16)).check(scoring_of(name, HEADS))
+    Case(requests[:3], 4, dtype, in_order, head_dims=(32, 16)).check(scoring_of(name, HEADS))
 
 
 @pytest.mark.parametrize("name", SCORINGS)

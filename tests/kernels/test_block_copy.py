@@ -7,6 +7,7 @@ import torch
 
 from kvstore.kernels import reference
 from kvstore.kernels.kv import BlockLoad, save_layers, write_kv
+from tests.support.arenas import layers_of
 from tests.support.native import no_compiler
 from tests.support.rotations import KINDS, kinds
 
@@ -65,7 +66,7 @@ def assert_same(caches, expected):
 def saved(keys, arena_blocks, block_size) -> torch.Tensor:
     arena = new_arena(block_size, keys[0].dtype)
     places = places_of(arena_blocks, block_size)
-    save_layers(arena, [(layer, key, values_of(key)) for layer, key in enumerate(keys)], None, places)
+    save_layers(layers_of(arena), [(layer, key, values_of(key)) for layer, key in enumerate(keys)], None, places)
     return arena
 
 
@@ -84,7 +85,7 @@ def test_what_comes_back_is_what_was_computed(dtype, name, block_size):
                     positions = [first + i * block_size for i in range(5)]
                     expected = computed(keys, rotations, blocks, block_size, positions)
                     caches = new_caches(block_size, dtype)
-                    BlockLoad(arena, arena_blocks, blocks, positions, rotations).load_layers(0, caches)
+                    BlockLoad(layers_of(arena), arena_blocks, blocks, positions, rotations).load_layers(0, caches)
                     assert_same(caches, expected)  # blocks that were not loaded included
 
 
@@ -106,11 +107,11 @@ def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
     for rows in (None, torch.arange(3, 3 + num_tokens), torch.randperm(170, generator=generator)[:num_tokens]):
         part = [(layer, *(t[:num_tokens] if rows is None else t for t in pair)) for layer, *pair in layers]
         arena, one, twin = (new_arena(16, dtype) for _ in range(3))
-        save_layers(arena, part, rows, places)
+        save_layers(layers_of(arena), part, rows, places)
         for layer, key, value in part:
             key, value = (key, value) if rows is None else (key[rows], value[rows])
-            save_layers(one, [(layer, key, value)], None, places)
-            reference.save_tokens(twin, layer, key, value, places)
+            save_layers(layers_of(one), [(layer, key, value)], None, places)
+            reference.save_tokens(layers_of(twin)[layer], key, value, places)
         assert torch.equal(arena, twin) and torch.equal(one, twin)
         untouched = torch.ones(NUM_ARENA_BLOCKS * 16, dtype=torch.bool).index_fill(0, places, False)
         assert (arena[:, 0].transpose(1, 2).flatten(0, 1)[untouched] == 7).all()
@@ -119,13 +120,14 @@ def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
 
 def test_nothing_to_load_is_nothing():
     caches = new_caches(16, torch.float32)
-    load = BlockLoad(new_arena(16, torch.float32), [], [], [], kinds(torch.float32)["half"])
+    load = BlockLoad(layers_of(new_arena(16, torch.float32)), [], [], [], kinds(torch.float32)["half"])
     load.load_layer(0, *caches[0])
     assert_same(caches, new_caches(16, torch.float32))
 
 
 def test_nothing_to_save_is_nothing():
     arena = new_arena(16, torch.float32)
-    save_layers(arena, [], None, torch.tensor([3]))
-    save_layers(arena, [(0, *torch.randn(2, 4, HEADS, HEAD_DIM))], torch.tensor([]).long(), torch.tensor([]).long())
+    layers = layers_of(arena)
+    save_layers(layers, [], None, torch.tensor([3]))
+    save_layers(layers, [(0, *torch.randn(2, 4, HEADS, HEAD_DIM))], torch.tensor([]).long(), torch.tensor([]).long())
     assert (arena == 7).all()

@@ -19,7 +19,7 @@ class Step:
     """Raw tensors of some tokens, views as a model's projections give them, and slots of which every fourth is -1."""
 
     def __init__(self, num_tokens, heads, dtype, strides="packed", device="cpu", seed=0) -> None:
-        num_heads, num_kv_heads, head_dim = heads
+        num_heads, num_kv_heads, head_dim, value_dim = (*heads, heads[2])[:4]
         generator = torch.Generator().manual_seed(seed)
         sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
         width = sum(sizes) + {"odd": 3}.get(strides, 0)
@@ -32,15 +32,15 @@ class Step:
             parts = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts]
         if strides == "scattered":  # elements of a head apart
             parts = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in parts]
-        self.query, self.key, self.value = parts
+        self.query, self.key, self.value = *parts[:2], parts[2][..., :value_dim]
         places = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:num_tokens]
         places[3::4] = -1
         self.slots = places.to(device)
         self.positions = torch.randint(MAX_LEN, (num_tokens,), generator=generator).to(device)
-        self.shape = (NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim)
+        self.shape = (NUM_BLOCKS, BLOCK_SIZE)
 
     def caches(self) -> list[torch.Tensor]:
-        return [torch.full(self.shape, 5.0, dtype=self.key.dtype, device=self.key.device) for _ in range(2)]
+        return [part.new_full((*self.shape, *part.shape[1:]), 5.0) for part in (self.key, self.value)]
 
     def run(self, function, turn) -> list[torch.Tensor]:
         """Rotated query and key, and both caches."""
@@ -69,13 +69,18 @@ def test_the_kernel_gives_the_bits_of_the_twin(name, kernel_device):
 
 @pytest.mark.parametrize(
     ("heads", "strides"),
-    [*(((3, 1, 20), strides) for strides in STRIDES), ((4, 4, 16), "packed"), ((5, 5, 48), "odd")],
+    [
+        *(((3, 1, 20), strides) for strides in STRIDES),
+        ((4, 4, 16), "packed"),
+        ((5, 5, 48), "odd"),
+        ((4, 2, 20, 12), "packed"),
+    ],
     ids=str,
 )
 def test_any_shape_and_strides(heads, strides, kernel_device):
     step = Step(4, heads, torch.bfloat16, strides, kernel_device)
     for name in ("half", "partial upcast", "none"):
-        check(step, kinds(torch.bfloat16, heads[-1], kernel_device)[name][0])
+        check(step, kinds(torch.bfloat16, heads[2], kernel_device)[name][0])
 
 
 @settings(max_examples=15)

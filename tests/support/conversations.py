@@ -5,6 +5,7 @@ from unittest import mock
 from kvstore import Engine
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.errors import StoreError
+from tests.support.arenas import whole
 from tests.support.engines import check_closed, greedy
 
 PARAMS = greedy(10)
@@ -68,7 +69,7 @@ def kv_of(engine: Engine, chain: list[bytes]) -> dict[bytes, list[bytes]]:
         for block_id in chain:
             arena_block = connector.parts.cpu.arena_block_of(block_id)
             if arena_block is not None:
-                layer = connector.parts.arena.tensor[arena_block, 1]
+                layer = whole(connector.parts.arena)[arena_block, 1]
                 found[block_id] = [layer[side, 3].numpy().tobytes() for side in (0, 1)]
     return found
 

@@ -16,6 +16,10 @@ BASE = {
     "pad_token_id": None,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GEMMA_4 = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 
 ARCHITECTURES: dict[str, dict] = {
     "Llama": {},
@@ -40,6 +44,31 @@ ARCHITECTURES: dict[str, dict] = {
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
     "Starcoder2": {},
     "Exaone4": {"sliding_window": 24},
+    # Whose windows and full layers have keys and values of other shapes, or whose values are not as wide as keys.
+    "Gemma4Text": _GEMMA_4,
+    "Gemma4Text small": {
+        **_GEMMA_4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 160,
+    },
+    "Gemma4Text MoE": {
+        **_GEMMA_4,
+        **_EXPERTS,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "MiMoV2Flash": {
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
 }
 
 _LINEAR = {
@@ -94,9 +123,10 @@ SEEING: dict[str, tuple[dict, dict]] = {
 
 def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object):
     """A random model of an architecture in `ARCHITECTURES`, or of any `<Name>Config` with a causal LM."""
+    family = name.split()[0]
     suffix = "TextConfig" if name == "Gemma3" else "Config"
     own = (ARCHITECTURES | ARCHITECTURES_WITH_STATES | REFUSED).get(name, {})
-    config = getattr(transformers, name + suffix)(**{**BASE, **own, **changes})
+    config = getattr(transformers, family + suffix)(**{**BASE, **own, **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     return _with_random_weights(model)

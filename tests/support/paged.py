@@ -27,15 +27,16 @@ def scoring_of(name: str, num_heads: int, device: str = "cpu") -> Scoring:
 class Paged:
     """Requests, (context_len, num_new_tokens) each; what is new is a view of one product, and in the caches, too.
 
-    in_order: each request's pages lie in one run. filler: what stands where no token is: in the rest of each last page,
-    and in a page of nobody at which the table's padding points.
+    heads: how many of queries, and of keys, their size, and that of values where it is smaller. in_order: the pages of
+    each request lie in one run. filler: what stands where no token is: in the rest of each last page, and in a page of
+    nobody at which the table's padding points.
     """
 
     def __init__(
         self, requests, heads=(6, 2, 16), block_size=16, dtype=torch.float32, device="cpu", in_order=False,
         filler=math.nan, seed=0,
     ) -> None:  # fmt: skip
-        num_heads, num_kv_heads, head_dim = heads
+        num_heads, num_kv_heads, head_dim, value_dim = (*heads, heads[2])[:4]
         generator = torch.Generator().manual_seed(seed)
         self.contexts = [context for context, _ in requests]
         self.query_start = [0, *itertools.accumulate(new for _, new in requests)]
@@ -57,6 +58,7 @@ class Paged:
         product = torch.randn(self.query_start[-1], sum(sizes), head_dim, generator=generator).to(device, dtype)
         self.query, self.key, self.value = product.split(sizes, 1)
         self.key_cache, self.value_cache = caches.to(device, dtype)
+        self.value, self.value_cache = self.value[..., :value_dim], self.value_cache[..., :value_dim].contiguous()
         self.key_cache.flatten(0, 1)[self.slots] = self.key
         self.value_cache.flatten(0, 1)[self.slots] = self.value
         self.batch = PagedBatch(self.query_start, self.contexts, self.table, self.slots, block_size)

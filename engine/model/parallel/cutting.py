@@ -172,6 +172,8 @@ def check_divides(config: Any, part: Part) -> None:
         why = "quantized weights cannot be divided"
         raise UnsupportedModelError(why, WHOLE_LAYERS | ONE_STAGE)
     text = config.get_text_config()
+    if text.to_dict().get("per_layer_config"):
+        raise UnsupportedModelError("its layers have different shapes", WHOLE_LAYERS | ONE_STAGE)
     if part.pipe is not None:
         own_layers(text.num_hidden_layers, part.pipe)
     if part.group is None:

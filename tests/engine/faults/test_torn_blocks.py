@@ -37,6 +37,7 @@ from kvstore.memory.streams import CudaStreams, Queue, Streams
 from kvstore.memory.transfer import Arena
 from kvstore.store import assembly
 from tests.kvstore.memory.test_device_transfer import Tape
+from tests.support.arenas import alike
 from tests.support.simulated_streams import Broken, SimulatedStreams
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 8, 4
@@ -224,7 +225,8 @@ class Engine:
     ) -> None:  # fmt: skip
         self.rng, self.runs_ahead, self.other = random.Random(seed), runs_ahead, other
         heads = HEADS if other is None else slice(0, 1)
-        layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS, heads)
+        shapes = alike(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
+        layout = KVLayout(shapes, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS, heads)
         tiers = CacheTiers(cpu=ARENA_BLOCKS * layout.block_bytes, disk=0)
         self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None, others=other

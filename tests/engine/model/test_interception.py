@@ -69,7 +69,7 @@ def test_logits_equal_the_unmodified_model(name, way, monkeypatch):
         monkeypatch.setattr("kvstore.engine.model.probe._is_on_cpu", lambda _: False)
     model = intercept(make_model(name), MAX_LEN, pack=way != "plain")
     if way == "packed" and name in (*PLAIN, *OTHERS):
-        assert num_lean(model) == (model.spec.num_layers if name in PLAIN else 0)
+        assert num_lean(model) == (len(model.spec.shapes) if name in PLAIN else 0)
         assert (model.network.kvstore_carrier.pruned_layer is None) == (name in OTHERS)
     for chunks in ([NUM_TOKENS], [7, 33, 1, 29], [NUM_TOKENS - 5, 1, 1, 1, 1, 1], [1, 1, 1, NUM_TOKENS - 3]):
         sequence = Sequence(model)

@@ -6,6 +6,7 @@ import torch
 from kvstore.kernels import reference
 from kvstore.kernels.cpu import block_copy as copy_native
 from kvstore.kernels.kv import BlockLoad, save_layers
+from tests.support.arenas import layers_of
 from tests.support.native import needs_compiler
 from tests.support.rotations import kinds
 
@@ -37,8 +38,8 @@ def test_a_large_load_has_the_bits_of_its_twin(use_threads, num_threads, count):
     arena_blocks, positions = torch.arange(count).flip(0), torch.arange(count) % 200
     for rotation in (None, kinds(torch.bfloat16, 64)["half"][0]):
         caches, twins = (torch.zeros(2, count, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
-        BlockLoad(arena, arena_blocks, arena_blocks.roll(1), positions, [rotation]).load_layer(0, *caches)
-        reference.load_blocks(arena, 0, arena_blocks, *twins, arena_blocks.roll(1), positions, rotation)
+        BlockLoad(layers_of(arena), arena_blocks, arena_blocks.roll(1), positions, [rotation]).load_layer(0, *caches)
+        reference.load_blocks(layers_of(arena)[0], arena_blocks, *twins, arena_blocks.roll(1), positions, rotation)
         assert torch.equal(bits(caches), bits(twins))
 
 
@@ -49,8 +50,8 @@ def test_infinities_and_nans_stay_what_they_are():
     for name in ("half", "upcast"):
         caches, twins = (torch.zeros(2, 2, 16, 2, 32, dtype=torch.bfloat16) for _ in range(2))
         arguments = torch.arange(2), torch.arange(2), torch.tensor([3, 40]), kinds(torch.bfloat16)[name]
-        BlockLoad(arena, *arguments).load_layer(0, *caches)
-        reference.load_blocks(arena, 0, arguments[0], *twins, *arguments[1:3], arguments[3][0])
+        BlockLoad(layers_of(arena), *arguments).load_layer(0, *caches)
+        reference.load_blocks(layers_of(arena)[0], arguments[0], *twins, *arguments[1:3], arguments[3][0])
         assert torch.equal(caches.isnan(), twins.isnan()) and torch.equal(caches.nan_to_num(1), twins.nan_to_num(1))
 
 
@@ -62,7 +63,7 @@ def test_a_load_out_of_range_writes_nothing(wrong, number):
     where[wrong][3] = number
     caches = torch.zeros(2, NUM_BLOCKS, 16, 2, 32)
     with pytest.raises(IndexError):
-        BlockLoad(arena, *where, kinds(torch.float32)["half"]).load_layer(0, *caches)
+        BlockLoad(layers_of(arena), *where, kinds(torch.float32)["half"]).load_layer(0, *caches)
     assert not caches.any()
 
 
@@ -72,18 +73,18 @@ def test_a_load_out_of_range_writes_nothing(wrong, number):
 def test_a_save_out_of_range_writes_nothing(rows, places):
     arena, layers = torch.zeros(4, 1, 2, 16, 2, 32), [(0, torch.ones(5, 2, 32), torch.ones(5, 2, 32))]
     with pytest.raises(IndexError):
-        save_layers(arena, layers, torch.tensor(rows), torch.tensor(places))
+        save_layers(layers_of(arena), layers, torch.tensor(rows), torch.tensor(places))
     assert not arena.any()
 
 
 def test_what_is_not_for_it():
     half, caches = torch.float16, torch.zeros(2, NUM_BLOCKS, 16, 2, 32)
-    load = copy_native.NativeLoad(torch.zeros(NUM_ARENA_BLOCKS, 1, 2, 16, 2, 32), *some_blocks(2))
-    assert load.load_layer(0, *caches, None)
-    assert not load.load_layer(0, *caches.to(half), None)
-    assert not load.load_layer(0, *caches.transpose(1, 2), None)
-    assert not load.load_layer(0, *caches, kinds(half)["half"][0])
-    arena, ones, places = torch.zeros(4, 1, 2, 16, 2, 32), torch.ones(5, 2, 32), torch.tensor([3])
+    load, [layer] = copy_native.NativeLoad(*some_blocks(2)), layers_of(torch.zeros(NUM_ARENA_BLOCKS, 1, 2, 16, 2, 32))
+    assert load.load_layer(layer, *caches, None)
+    assert not load.load_layer(layer, *caches.to(half), None)
+    assert not load.load_layer(layer, *caches.transpose(1, 2), None)
+    assert not load.load_layer(layer, *caches, kinds(half)["half"][0])
+    arena, ones, places = layers_of(torch.zeros(4, 1, 2, 16, 2, 32)), torch.ones(5, 2, 32), torch.tensor([3])
     assert copy_native.save_layers(arena, [(0, ones, ones)], None, places)
     for other in (ones.to(half), ones.transpose(1, 2).contiguous().transpose(1, 2), ones[:, :1]):
         assert not copy_native.save_layers(arena, [(0, ones, other)], None, places)

@@ -51,7 +51,7 @@ class Step(Paged):
         rotation = self.rotation if rotated else None
         before = [part.clone() for part in self.raw]
         out, *caches = self.twin(scoring, rotation)
-        step = decode_step(self.batch, self.caches[0], [None, rotation])
+        step = decode_step(self.batch, [self.caches] * 2, [None, rotation])
         assert step is not None
         found = step.attend(1, *self.raw, *self.caches, scoring)
         for cache, wanted in zip(self.caches, caches, strict=True):
@@ -134,11 +134,11 @@ def test_any_step(contexts, heads, dtype, block_size, window, joined):
 @needs_compiler
 def test_what_c_does_not_know_is_left_to_torch():
     step = Step([9, 30])
-    half, cache = step.rotation, step.caches[0]
+    half = step.rotation
     other = Rotation(half.cos, half.sin, Style.INTERLEAVED).spread_out()
     upcast = Rotation(half.cos, half.sin, Style.HALF, upcast=True).spread_out()
     partial = Rotation(half.cos[:, :8], half.sin[:, :8], Style.HALF).spread_out()
-    decode = decode_step(step.batch, cache, [half, other, upcast, partial])
+    decode = decode_step(step.batch, [step.caches] * 4, [half, other, upcast, partial])
     before = [cache.clone() for cache in step.caches]
     plain, sinks = Scoring(1.0), torch.zeros(6)
     for layer, scoring in [
@@ -151,26 +151,26 @@ def test_what_c_does_not_know_is_left_to_torch():
 
 def test_other_steps_are_left_to_torch():
     step = Step([9, 30])
-    cache = step.caches[0]
+    caches = [step.caches]
     prefill = PagedBatch([0, 1, 3], [9, 30], step.table, torch.tensor([0, 1, 2]), 4)
-    assert decode_step(prefill, cache, [None]) is None
+    assert decode_step(prefill, caches, [None]) is None
     many = PagedBatch(list(range(66)), [1] * 65, step.table[:1].expand(65, -1), step.slots[:1].expand(65), 4)
-    assert decode_step(many, cache, [None]) is None
-    assert decode_step(step.batch, cache.half(), [None]) is None
-    assert decode_step(step.batch, torch.zeros(20, 4, 2, 24), [None]) is None
+    assert decode_step(many, caches, [None]) is None
+    assert decode_step(step.batch, [[cache.half() for cache in step.caches]], [None]) is None
+    assert decode_step(step.batch, [torch.zeros(2, 20, 4, 2, 24)], [None]) is None
     with no_compiler():
-        assert decode_step(step.batch, cache, [None]) is None
+        assert decode_step(step.batch, caches, [None]) is None
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["table", "slots", "contexts"])
 def test_numbers_outside_of_the_caches_never_reach_c(name):
     step = Step([9, 30])
-    assert decode_step(step.batch, step.caches[0], [None]) is not None
+    assert decode_step(step.batch, [step.caches], [None]) is not None
     if name == "table":
         step.table[1, 0] = len(step.caches[0])
     elif name == "slots":
         step.slots[0] = step.caches[0][:, :, 0, 0].numel()
     else:
         step.contexts[1] = 4 * step.table.shape[1] + 1
-    assert decode_step(step.batch, step.caches[0], [None]) is None
+    assert decode_step(step.batch, [step.caches], [None]) is None

@@ -14,6 +14,7 @@ from kvstore.kernels.cpu import threads as cpu_threads
 from kvstore.kernels.cpu.threads import FirstTouch
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena, Transfer
+from tests.support.arenas import alike
 from tests.support.faults import constants
 from tests.support.waiting import wait_until
 
@@ -52,7 +53,7 @@ def test_saves_have_the_memory_behind_them_touched() -> None:
     gc.collect()  # not in the middle of the test
     before = resident_bytes()
     with constants(cpu_threads, AHEAD_BYTES=16 << 20):
-        layout = KVLayout(2, 8, 128, 64, torch.float32, (None, None))
+        layout = KVLayout(alike(2, 8, 128), 64, torch.float32, (None, None))
         arena = Arena(layout, num_arena_blocks=80, pin=False)  # of 1 MiB
         transfer = Transfer(arena)
     for arena_block in range(0, 40, 8):

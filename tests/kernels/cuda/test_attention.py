@@ -25,7 +25,7 @@ class Case(Paged):
 
 
 MIXED = [(1, 1), (33, 1), (150, 1), (16, 16), (70, 5), (41, 40)]
-HEADS = [(2, 2, 16), (4, 1, 64), (7, 1, 16), (14, 2, 80)]
+HEADS = [(2, 2, 16), (4, 1, 64), (7, 1, 16), (14, 2, 80), (4, 2, 48, 16)]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,12 @@ def test_mixed_batch_without_splits(kernel_device, one_sm, name):
 
 @pytest.mark.parametrize(
     ("heads", "dtype"),
-    [*((heads, torch.bfloat16) for heads in HEADS), (HEADS[1], torch.float32), (HEADS[1], torch.float16)],
+    [
+        *((heads, torch.bfloat16) for heads in HEADS),
+        (HEADS[1], torch.float32),
+        (HEADS[1], torch.float16),
+        (HEADS[4], torch.float32),
+    ],
     ids=str,
 )
 def test_head_sizes_groups_and_dtypes(kernel_device, heads, dtype):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from kvstore.kernels import reference
 from kvstore.kernels.kv import BlockLoad, save_to_arena
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, LayerShape
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Style
+from tests.support.arenas import alike
 from tests.support.rotations import KINDS, kinds, moved, rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,7 +32,8 @@ class Memory:
         self.part = slice(first, first + NUM_LAYERS), slice(first * heads, (first + 1) * heads)
         num_layers = NUM_LAYERS + num_ranks - 1
         rotations = (None,) * num_layers
-        layout = KVLayout(num_layers, num_ranks * heads, head_dim, block_size, dtype, rotations, *self.part[::-1])
+        shapes = alike(num_layers, num_ranks * heads, head_dim)
+        layout = KVLayout(shapes, block_size, dtype, rotations, *self.part[::-1])
         self.arena = Arena(layout, NUM_ARENA_BLOCKS, pin=device == "cuda")
         generator = torch.Generator().manual_seed(seed)
         self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=generator).to(dtype))
@@ -45,14 +47,14 @@ class Memory:
     def check_load(self, rotations, arena_blocks, blocks, positions) -> None:
         """Every layer, every element of the caches, on the CPU's own arithmetic."""
         on_device = {id(r): r and moved(r, self.device) for r in rotations}
-        load = BlockLoad(self.arena.own, arena_blocks, blocks, positions, [on_device[id(r)] for r in rotations])
+        load = BlockLoad(self.arena.layers, arena_blocks, blocks, positions, [on_device[id(r)] for r in rotations])
         numbers = [torch.tensor(n, dtype=torch.int64) for n in (arena_blocks, blocks, positions)]
         loaded = [self.caches() for _ in rotations]
         load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
         load.load_by_kernel(2, loaded[2:])
         for layer, (turn, caches) in enumerate(zip(rotations, loaded, strict=True)):
             twins = [cache.cpu() for cache in self.caches()]
-            reference.load_blocks(self.arena.own, layer, numbers[0], *twins, *numbers[1:], turn)
+            reference.load_blocks(self.arena.layers[layer], numbers[0], *twins, *numbers[1:], turn)
             for cache, wanted in zip(caches, twins, strict=True):
                 assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
@@ -109,15 +111,16 @@ class Saving:
     def check(self, rows, places) -> None:
         """rows: list or None; places: of as many tokens, or of the first of all."""
         arena = self.memory.arena
-        twin, (own_layers, own_heads) = arena.tensor.clone(), self.memory.part
+        twin = Arena(arena.layout, NUM_ARENA_BLOCKS, pin=False)
+        twin.tensor.copy_(arena.tensor)
         at = torch.tensor(places, dtype=torch.int64)
         for layer, *pair in self.layers:
             key, value = (t[: len(places)].cpu() if rows is None else t[rows].cpu() for t in pair)
-            reference.save_tokens(twin[:, own_layers, ..., own_heads, :], layer, key, value, at)
+            reference.save_tokens(twin.layers[layer], key, value, at)
         device = self.memory.device
         picked = None if rows is None else torch.tensor(rows, dtype=torch.int64).to(device)
-        save_by_kernel(arena.own, self.layers, picked, at.to(device))
-        assert torch.equal(arena.tensor, twin)
+        save_by_kernel(arena.layers, self.layers, picked, at.to(device))
+        assert torch.equal(arena.tensor, twin.tensor)
 
 
 def save_by_kernel(arena, layers, rows, places):
@@ -162,13 +165,46 @@ def test_a_rank_moves_its_layers_and_heads_alone(num_ranks, shape, kernel_device
     saving.check([3, 4, 17, 6], [0, shape[0], -1, 5 * shape[0] + 3])
 
 
+def test_layers_of_different_shapes(kernel_device):
+    """Two of one shape, and two between them and after them; saved in one call, loaded in one call."""
+    other = LayerShape(1, 48, 16)
+    layout = KVLayout((*alike(2, 2, 32), other, *alike(1, 2, 32), other), 16, torch.bfloat16, (None,) * 5)
+    arena, twin = (Arena(layout, NUM_ARENA_BLOCKS, pin=kernel_device == "cuda") for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    steps = [
+        (layer, *(torch.randn(40, *part.shape[2:], generator=generator).bfloat16() for part in pair))
+        for layer, pair in enumerate(arena.layers)
+    ]
+    places = torch.arange(7 * 16, 7 * 16 + 40)
+    on_device = [(layer, *(part.to(kernel_device) for part in pair)) for layer, *pair in steps]
+    save_by_kernel(arena.layers, on_device, None, places.to(kernel_device))
+    for layer, *pair in steps:
+        reference.save_tokens(twin.layers[layer], *pair, places)
+    assert torch.equal(arena.tensor, twin.tensor)
+    turns = {48: kinds(torch.bfloat16, 48)["half"][0], 32: None}
+    rotations = [turns[shape.key_dim] for shape in layout.shapes]
+    at = [7, 8], [4, 2], [101, 117]
+    load = BlockLoad(arena.layers, *at, [turn and moved(turn, kernel_device) for turn in rotations])
+    loaded = [
+        [torch.full((NUM_BLOCKS, *part.shape[1:]), 5.0, dtype=part.dtype, device=kernel_device) for part in pair]
+        for pair in arena.layers
+    ]
+    twins = [[cache.cpu().clone() for cache in pair] for pair in loaded]
+    load.load_by_kernel(0, loaded)
+    numbers = [torch.tensor(one) for one in at]
+    for layer, pair, turn in zip(arena.layers, twins, rotations, strict=True):
+        reference.load_blocks(layer, numbers[0], *pair, *numbers[1:], turn)
+    for pair, wanted in zip(loaded, twins, strict=True):
+        assert all(torch.equal(cache.cpu(), want) for cache, want in zip(pair, wanted, strict=True))
+
+
 def test_what_was_saved_is_loaded(kernel_device):
     """Save by kernel, load by kernel at another position: what the model writes when it computes there."""
     memory, turn = Memory((16, 2, 32), torch.bfloat16, kernel_device), kinds(torch.bfloat16)["half"][0]
     saving = Saving(memory, "packed")
-    save_by_kernel(memory.arena.tensor, saving.layers, None, torch.arange(7 * 16, 9 * 16, device=kernel_device))
+    save_by_kernel(memory.arena.layers, saving.layers, None, torch.arange(7 * 16, 9 * 16, device=kernel_device))
     on_device = moved(turn, kernel_device)
-    load = BlockLoad(memory.arena.tensor, [7, 8], [4, 2], [101, 117], [on_device, None, on_device])
+    load = BlockLoad(memory.arena.layers, [7, 8], [4, 2], [101, 117], [on_device, None, on_device])
     for layer, key, value in saving.layers:
         caches = memory.caches()
         load.load_by_kernel(layer, [caches])
@@ -195,10 +231,10 @@ def test_load_layers_on_a_device(name):
     """Through the door that transfers use."""
     memory = Memory((16, 2, 32), torch.bfloat16, "cuda")
     rotations = kinds(torch.bfloat16, device="cuda")[name]
-    load = BlockLoad(memory.arena.tensor, [9, 0], [12, 1], [160, 3], rotations)
+    load = BlockLoad(memory.arena.layers, [9, 0], [12, 1], [160, 3], rotations)
     for layer, turn in enumerate(kinds(torch.bfloat16)[name]):
         caches, twins = memory.caches(), [cache.cpu() for cache in memory.caches()]
         load.load_layers(layer, [caches])
         numbers = (torch.tensor([12, 1]), torch.tensor([160, 3]))
-        reference.load_blocks(memory.arena.tensor, layer, torch.tensor([9, 0]), *twins, *numbers, turn)
+        reference.load_blocks(memory.arena.layers[layer], torch.tensor([9, 0]), *twins, *numbers, turn)
         assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, twins, strict=True))

@@ -9,8 +9,9 @@ import kvstore.memory.transfer
 from kvstore.errors import ConfigError
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Arena
+from tests.support.arenas import alike
 
-LAYOUT = KVLayout(1, 1, 8, 4, torch.float32, (None,))
+LAYOUT = KVLayout(alike(1, 1, 8), 4, torch.float32, (None,))
 
 
 class FakeCudart:

@@ -12,7 +12,7 @@ import torch
 from kvstore.blocks.records import StatePiece, TransferPlan
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.streams import CudaStreams, Queue
-from tests.support.arenas import HEAD_DIM, LOADS, NUM_KV_HEADS, NUM_LAYERS, ROW_STARTS, SAVES, SmallArena
+from tests.support.arenas import LOADS, NUM_LAYERS, ROW_STARTS, SAVES, SHAPES, SmallArena
 from tests.support.simulated_streams import SimulatedStreams
 from tests.support.waiting import TIMEOUT_S
 
@@ -240,7 +240,7 @@ def test_nothing_is_ready_before_its_last_event(tape):
 
 def test_beyond_the_limit_the_computation_waits_for_the_oldest_save(tape):
     """Of one step, too: the host is through with it before the device has begun."""
-    size = 2 * 9 * NUM_KV_HEADS * HEAD_DIM * 4
+    size = 9 * sum(SHAPES[0].widths) * 4
     tape.transfer.pace = Pace(1, group_bytes=1, max_save_bytes=2 * size)
     tape.streams.holds = True
     tape.begin(loads=())

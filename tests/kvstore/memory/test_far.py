@@ -8,10 +8,11 @@ from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout, OwnPart
 from kvstore.memory.rank import LEAST_ARENA_BLOCKS, FarTransfer
 from kvstore.memory.transfer import Arena
+from tests.support.arenas import alike, whole
 
 LAYERS, BLOCK, HEADS, DIM = 4, 4, 4, 8
 NUM_BLOCKS = LEAST_ARENA_BLOCKS + 3  # more than it has memory for at the start
-SHAPE = (LAYERS, HEADS, DIM, BLOCK)
+SHAPE = (alike(LAYERS, HEADS, DIM), BLOCK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +38,7 @@ def test_parts_of_blocks_come_back(heads, layers, dtype):
     assert far.completed() == [Transferred(7, False, True)]
     blocks.put(part, saves, far.saved())
 
-    mine = arena.tensor[arena_blocks, slice(*part.layers)][..., slice(*part.heads), :]
+    mine = whole(arena)[arena_blocks, slice(*part.layers)][..., slice(*part.heads), :]
     assert torch.equal(mine[:, :, 0].transpose(0, 1).reshape(keys.shape), keys)
     assert torch.equal(mine[:, :, 1].transpose(0, 1).reshape(values.shape), values)
     assert arena.tensor.count_nonzero() == mine.count_nonzero()  # nothing beside them

@@ -14,11 +14,12 @@ from kvstore.memory.rank import RankTransfer, rank_transfer
 from kvstore.memory.ranked import RankedTransfer
 from kvstore.memory.streams import Queue
 from kvstore.memory.transfer import Arena, Transfer
+from tests.support.arenas import alike, whole
 from tests.support.simulated_streams import SimulatedStreams
 from tests.support.waiting import TIMEOUT_S
 
 LAYERS, BLOCK, HEADS, DIM, ARENA_BLOCKS = 2, 4, 4, 8, 6
-SHAPE = (LAYERS, HEADS, DIM, BLOCK, torch.float32, (None, None))
+SHAPE = (alike(LAYERS, HEADS, DIM), BLOCK, torch.float32, (None, None))
 SAVE = TransferPlan((), (Save(0, 0, BLOCK, 3, 0),), 1)
 LOAD = TransferPlan((Load(1, 3, 0, b""),), (), 2)
 
@@ -88,12 +89,12 @@ def test_a_block_is_whole_when_both_have_saved_their_heads_and_each_loads_its_ow
     other.own.register(others)
     first.begin(SAVE, [0])
     other.step([(layer, *block[layer, :, :, 2:]) for layer in range(LAYERS)])
-    assert not arena.tensor[3, :, :, :, :2].any()
+    assert not whole(arena)[3, :, :, :, :2].any()
     for layer in range(LAYERS):
         first.save_layer(layer, *block[layer, :, :, :2])
     first.end()
     assert first.completed() == [Transferred(1, False, True)]
-    assert torch.equal(arena.tensor[3], block)
+    assert torch.equal(whole(arena)[3], block)
     assert bytes(arena.view(3)) == block.numpy().tobytes()  # as one process stores it
 
     first.begin(LOAD, [0])
@@ -194,9 +195,9 @@ def test_what_a_device_moves_has_ended_when_it_says_so(ranks, plan):
     assert not other.told
     first.end()
     if plan.saves:
-        assert first.completed() == [] and not arena.tensor[3, ..., 2:, :].any()
+        assert first.completed() == [] and not whole(arena)[3, ..., 2:, :].any()
         go.set()
-        assert has_told.wait(TIMEOUT_S) and arena.tensor[3, ..., 2:, :].all()
+        assert has_told.wait(TIMEOUT_S) and whole(arena)[3, ..., 2:, :].all()
     assert [(done.ticket, done.succeeded) for done in first.completed()] == [(plan.ticket, True)]
     transfer.close()
     streams.close()
