@@ -143,14 +143,18 @@ def _part_table(
 ) -> "ctypes.Array[ctypes.c_int64] | None":
     """For the keys and the values of each layer: where they lie in the arena, the tokens' address, the bytes from one
     token to the next, and of one. All layers of an arena are cut alike."""
-    num_rows, item_bytes = len(layers[0][1]), layers[0][1].element_size()
+    one, num_rows = arena[0][0], layers[0][1].shape[0]
+    dtype, item_bytes = one.dtype, one.element_size()
+    token_bytes: dict[torch.Size, int] = {}  # by shapes that fit: most layers have the same
     found: list[int] = []
     for layer, *pair in layers:
         for part, tokens in zip(arena[layer], pair, strict=True):
-            if not native.is_in_rows(tokens) or tokens.dtype != part.dtype:
+            shape = tokens.shape
+            if shape not in token_bytes:
+                if shape != (num_rows, *part.shape[2:]):
+                    return None
+                token_bytes[shape] = part.stride(1) * item_bytes
+            if tokens.dtype != dtype or not native.is_in_rows(tokens):
                 return None
-            if len(tokens) != num_rows or tokens.shape[1:] != part.shape[2:]:
-                return None
-            sizes = tokens.stride(0) * item_bytes, part.stride(1) * item_bytes
-            found += (part.data_ptr(), tokens.data_ptr(), *sizes)
+            found += (part.data_ptr(), tokens.data_ptr(), tokens.stride(0) * item_bytes, token_bytes[shape])
     return (ctypes.c_int64 * len(found))(*found)
