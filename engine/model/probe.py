@@ -87,6 +87,8 @@ def intercept(network: Any, max_model_len: int, pack: bool = False, part: Part |
 
 
 def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bool, part: Part) -> PositionFreeModel:
+    if "chunked_attention" in (getattr(network.config.get_text_config(), "layer_types", None) or ()):
+        raise UnsupportedModelError("its layers attend within chunks of the context, which is not served")
     vocab_size = network.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(_NUM_TOKENS, max_model_len)
@@ -161,8 +163,6 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
     types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
     for layer in recorder.keys:
         kind = types[layer]
-        if kind == "chunked_attention":
-            raise UnsupportedModelError(f"layer {layer} has {kind}, which is not served")
         if "sliding" in kind and recorder.windows[layer] is None:
             raise UnsupportedModelError(f"layer {layer} has a sliding window that it does not tell its attention")
     first = min(recorder.keys)
@@ -231,7 +231,10 @@ def _observe_rotations(
                 query = plain.queries[layer]
                 is_same = match is not None and torch.equal(match.apply(query), shown.queries[layer])
                 if match is None or found[layer, 0] or not is_same:
-                    why = "it is of a kind that is not known here, or a norm follows it"
+                    tap.tables[source], tap.revealed = (2 * cos, 2 * sin), source
+                    doubled = _record(network, token_ids, positions).keys[layer]
+                    is_normed = torch.allclose(doubled, shown.keys[layer], rtol=0.02, atol=1e-3)  # which has undone it
+                    why = "a norm follows it" if is_normed else "it is of a kind that is not known here"
                     raise UnsupportedModelError(f"the keys of layer {layer} cannot be told from their rotation: {why}")
                 numbers = list(TableLayout).index(match.layout), list(Style).index(match.style)
                 found[layer] = torch.tensor([number, index, *numbers, match.upcast])

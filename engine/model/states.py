@@ -192,7 +192,7 @@ def keeps_states(config: Any) -> bool:
     """Whether transformers' cache for a model has a layer with a state."""
     try:
         layers = DynamicCache(config=config).layers
-    except KeyError:  # a kind of layer that it does not know; what that keeps shows in the logits
+    except (KeyError, AttributeError):  # layers that it does not know; what they keep shows in the logits
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 

@@ -22,8 +22,9 @@ def text_part(config: Any) -> tuple[type[Any], Any] | None:
     text = config.get_text_config(decoder=True)
     if text is not config:
         for name in ("tie_word_embeddings", "eos_token_id"):
-            if getattr(config, name, None) is not None:
-                setattr(text, name, getattr(config, name))
+            value = getattr(config, name, None)
+            if value is not None:
+                setattr(text, name, list(value) if isinstance(value, tuple) else value)
     if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], text
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(text) in transformers.MODEL_MAPPING:

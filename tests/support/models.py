@@ -44,6 +44,7 @@ ARCHITECTURES: dict[str, dict] = {
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
     "Starcoder2": {},
     "Exaone4": {"sliding_window": 24},
+    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     # Whose windows and full layers have keys and values of other shapes, or whose values are not as wide as keys.
     "Gemma4Text": _GEMMA_4,
     "Gemma4Text small": {
@@ -99,6 +100,7 @@ ARCHITECTURES_WITH_STATES: dict[str, dict] = {
     },
 }  # fmt: skip
 REFUSED = {
+    "HunYuanDenseV1": {"head_dim": 16},
     "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
 }
 

@@ -55,6 +55,15 @@ def folder(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
+def test_what_the_models_own_code_does_not_expect_is_one_line(tmp_path):
+    model = Path(save_model(tmp_path))
+    config = {"model_type": "hunyuan_v1_dense", "hidden_size": 64, "num_attention_heads": 4, "head_dim": None}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"cannot load .*unsupported operand") as caught:
+        load(str(model), "cpu", "auto", None)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("files", "message"), BAD)
 def test_what_cannot_be_served_is_one_line_with_the_remedy(tmp_path, files, message):
     with pytest.raises(ModelError, match=message) as caught:

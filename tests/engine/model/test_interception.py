@@ -167,7 +167,10 @@ def test_logits_are_computed_where_a_token_is_sampled_only():
         ("Bloom", "does not go through transformers' interface"),
         ("Jamba", "computed in pieces"),
         ("MiniMax", "does not keep its states as others do"),
-        ("Llama4Text", "rotary module"),
+        ("Falcon", "does not go through transformers' interface"),
+        ("Llama4Text", "attend within chunks"),
+        ("HunYuanDenseV1", "a norm follows it"),
+        ("NanoChat", "a norm follows it"),
         ("DeepseekV3", "cannot be served"),
     ],
 )
