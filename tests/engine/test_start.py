@@ -12,10 +12,12 @@ from kvstore import CacheTiers, Engine, EngineStats
 from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.client.local import check_room
 from kvstore.engine.config import EngineConfig
+from kvstore.engine.model.probe import intercept
 from kvstore.engine.progress import STAGES
 from kvstore.errors import ConfigError, ModelError, RequestError, StoreError, StoreLockedError
 from tests.support.conversations import PARAMS
 from tests.support.engines import LLAMA_BLOCK_BYTES, open_engine, save_model
+from tests.support.models import make_model
 from tests.support.redis_server import free_port
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -115,6 +117,13 @@ def test_a_block_as_the_configuration_tells_it(unreadable):
             check_room(
                 EngineConfig(unreadable, CacheTiers(**sizes | {tier: sizes[tier] - 1}), dtype="float32"), network
             )
+
+
+def test_a_block_of_layers_of_different_shapes_is_not_guessed_from_the_configuration():
+    """Two of the four layers have no KV, so a block is smaller than the configuration looks."""
+    config, network = EngineConfig("gemma", CacheTiers(12 << 10), dtype="float32"), make_model("Gemma4Text small")
+    assert 16 * intercept(network, 256).spec.kv_bytes_per_token == 12 << 10
+    check_room(config, network.config)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ _SEEING_TEXT = {**BASE, "head_dim": 16}
 # Models that also see, with what their text and vision parts differ in.
 SEEING: dict[str, tuple[dict, dict]] = {
     "Gemma3": (ARCHITECTURES["Gemma3"], {**_EYE, "patch_size": 14}),
+    "Gemma4": ({**_GEMMA_4, "pad_token_id": 0}, {**_EYE, "patch_size": 14, "head_dim": 16}),
     "Mistral3": (
         {"model_type": "mistral", "sliding_window": None},
         {**_EYE, "patch_size": 14, "model_type": "pixtral", "head_dim": 16},
