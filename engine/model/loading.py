@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from kvstore.engine.model.text_part import WEIGHT_NAMES, text_part
 from kvstore.engine.model.tokenizer import tokenizer_in
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from kvstore.memory.layout import LayerShape
 
 if TYPE_CHECKING:
     import torch
@@ -211,12 +210,12 @@ def fingerprint(model: PositionFreeModel, digest: str, block_size: int) -> str:
 
     digest: of the weights, see `kvstore.disk.weights`. The window counts only if frequencies depend on it.
     """
-    spec = model.spec
+    spec, first = model.spec, model.spec.shapes[0]
     parts = {
         "layout_version": LAYOUT_VERSION,
         "block_size": block_size,
         "dtype": str(spec.dtype),
-        "shape": [*_plain_shape(spec.shapes), spec.vocab_size],
+        "shape": [len(spec.shapes), first.num_kv_heads, first.key_dim, spec.vocab_size],  # others are in the config
         "class": type(model.network).__name__,
         "config": _plain(model.network.config.to_dict()),
         "weights": digest,
@@ -225,14 +224,6 @@ def fingerprint(model: PositionFreeModel, digest: str, block_size: int) -> str:
         "rotations": [None if rotation is None else _describe(rotation) for rotation in model.rotations],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _plain_shape(shapes: Sequence[LayerShape]) -> list[object]:
-    """Of layers that are all alike: their number, heads and head size, as it was before there were others."""
-    first = shapes[0]
-    if len(set(shapes)) == 1 and first.key_dim == first.value_dim:
-        return [len(shapes), first.num_kv_heads, first.key_dim]
-    return [[shape.num_kv_heads, shape.key_dim, shape.value_dim] for shape in shapes]
 
 
 def _plain(value: object) -> object:

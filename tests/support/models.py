@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, dict] = {
         "num_global_key_value_heads": 1,
     },
     "MiMoV2Flash": {
-        "head_dim": 24,
+        "head_dim": 32,
         "v_head_dim": 16,
         "sliding_window": 24,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],

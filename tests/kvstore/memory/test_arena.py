@@ -7,7 +7,7 @@ import torch
 
 import kvstore.memory.transfer
 from kvstore.errors import ConfigError
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, LayerShape
 from kvstore.memory.transfer import Arena
 from tests.support.arenas import alike
 
@@ -61,6 +61,19 @@ def test_memory_that_cannot_be_pinned_is_refused(cudart):
     with pytest.raises(ConfigError, match="CUDA cannot pin"):
         Arena(LAYOUT, 4, pin=True)
     assert not cudart.pinned
+
+
+def test_layers_lie_one_after_the_other_and_tokens_are_copied_in_all_of_them():
+    shapes = (LayerShape(2, 8, 8), LayerShape(1, 16, 4), LayerShape(2, 8, 8))
+    arena = Arena(KVLayout(shapes, 4, torch.float32, (None,) * 3), 2, pin=False)
+    parts = [part for layer in arena.layers for part in layer]
+    for number, part in enumerate(parts, start=1):
+        part[1] = number
+    widths = (16, 16, 16, 4, 16, 16)
+    assert arena.tensor[1].tolist() == [n for n, width in enumerate(widths, start=1) for _ in range(4 * width)]
+    arena.copy_tokens([(1, 1, 0, 3, 1)])
+    assert all(torch.equal(part[0, 3], part[1, 1]) for part in parts)
+    assert arena.tensor[0].count_nonzero() == sum(widths)
 
 
 @pytest.mark.gpu
