@@ -158,6 +158,7 @@ def test_other_steps_are_left_to_torch():
     assert decode_step(many, caches, [None]) is None
     assert decode_step(step.batch, [[cache.half() for cache in step.caches]], [None]) is None
     assert decode_step(step.batch, [torch.zeros(2, 20, 4, 2, 24)], [None]) is None
+    assert decode_step(step.batch, [(torch.zeros(20, 4, 2, 32), torch.zeros(20, 4, 2, 16))], [None]) is None
     with no_compiler():
         assert decode_step(step.batch, caches, [None]) is None
 
