@@ -145,6 +145,8 @@ def _network(source: str, decoder: type[Any], config: Any, dtype: str, part: Par
             network, report = load_part(source, decoder, part, **options)
         else:
             network, report = decoder.from_pretrained(source, use_safetensors=True, key_mapping=WEIGHT_NAMES, **options)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # of the model's own code, too, which may expect anything of its configuration
         _check_weights(source)
         raise ModelError(f"cannot load {source}: {first_line(error)}") from error
