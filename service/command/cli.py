@@ -93,6 +93,11 @@ def command_of(name: str, engine_factory: Callable[..., object] | None = None) -
         from kvstore.service.command.plan.run import run_plan
 
         return run_plan, PLAN
+    if name == "doctor":
+        from kvstore.service.command.doctor import COMMAND as DOCTOR
+        from kvstore.service.command.doctor import run_doctor
+
+        return run_doctor, DOCTOR
     if name == "vllm-config":
         from kvstore.service.command.vllm_config import COMMAND as VLLM_CONFIG
         from kvstore.service.command.vllm_config import run_vllm_config

@@ -37,6 +37,7 @@ COMMANDS = {
     "sessions": "list, show or delete stored conversations",
     "why": "say why a request of a running server computed what an earlier one had",
     "plan": "predict hit rate and time to first token for other sizes of the tiers",
+    "doctor": "check that a running server, ours, vLLM or SGLang, finds a conversation again after a restart",
     "vllm-config": "write the flags under which vLLM keeps its KV in a store",
     "completion": "print a script that completes this command line in a shell",
 }
