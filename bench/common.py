@@ -230,6 +230,19 @@ def random_qwen(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> It
         yield made
 
 
+@contextmanager
+def random_qwen_hybrid(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> Iterator[tuple[Path, int]]:
+    """The same for a Qwen 3.5 of the small sizes: of four layers three are linear attention, with 16 heads of 128."""
+    from transformers import Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        **config_sizes(shape), head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+        linear_key_head_dim=128, linear_value_head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    with _random_model(config, dtype, seed) as made:
+        yield made
+
+
 def config_sizes(shape: LlamaShape) -> Row:
     """The sizes by their names in configurations of transformers."""
     return {

@@ -1,21 +1,54 @@
 """How fast is the engine beside transformers, and what does its scheduler cost? One process, alternating, medians.
 
-Model M: a random Llama of about 110 million parameters in bf16, made at the start and removed at the end.
+Model M: a random Llama of about 110 million parameters in bf16, made at the start and removed at the end. With
+--shape qwen3.5-0.8b: a model with states, in the sizes of Qwen 3.5 0.8B.
 """
 
 import argparse
 import itertools
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.common import LlamaShape, Report, alternate, arguments, median, random_llama, random_prompts, run, spread
+from bench.common import (
+    LlamaShape,
+    Report,
+    alternate,
+    arguments,
+    median,
+    random_llama,
+    random_prompts,
+    random_qwen_hybrid,
+    run,
+    spread,
+)
 
 MODEL_M = LlamaShape(
     hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, intermediate_size=2400, vocab_size=16384
 )
+QWEN = LlamaShape(
+    hidden_size=1024, num_layers=24, num_heads=8, num_kv_heads=2, intermediate_size=3584, vocab_size=248320
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A model and what is asked of it: our speed over transformers'. decode: by the size of the batch."""
+
+    shape: LlamaShape
+    made: Callable[[LlamaShape], AbstractContextManager[tuple[Path, int]]]
+    prefill: float
+    decode: dict[int, float]
+
+
+SHAPES = {
+    "m": Measured(MODEL_M, random_llama, 1.1, {1: 1.3, 8: 1.5}),
+    "qwen3.5-0.8b": Measured(QWEN, random_qwen_hybrid, 1.0, {1: 1.3, 8: 3.0}),
+}
 PREFILL_TOKENS = 1024
 PROMPT_TOKENS, DECODE_TOKENS = 128, 64
 NUM_RUNNING = 64  # requests running at once when the scheduler's cost is measured
@@ -23,9 +56,10 @@ NUM_RUNNING = 64  # requests running at once when the scheduler's cost is measur
 
 @dataclass(slots=True)
 class Ours:
-    """Our engine. Every measurement has a salt of its own, so nothing hits the prefix cache."""
+    """Our engine. Each measurement has its own salt, so nothing hits the prefix cache. vocab_size: the model's."""
 
     engine: Any
+    vocab_size: int
     salts: Any = field(default_factory=itertools.count)
 
     def generate_s(self, prompts: list[list[int]], num_tokens: int, salt: str | None = None) -> float:
@@ -92,16 +126,16 @@ def compare(report: Report, name: str, num_tokens: int, times: dict[str, list[fl
     )
 
 
-def bench_prefill(ours: Ours, peer: Peer, report: Report, repeats: int) -> None:
-    prompt = random_prompts(1, PREFILL_TOKENS, MODEL_M.vocab_size, seed=1)
+def bench_prefill(ours: Ours, peer: Peer, report: Report, repeats: int, target: float) -> None:
+    prompt = random_prompts(1, PREFILL_TOKENS, ours.vocab_size, seed=1)
     measures = {"ours": lambda: ours.generate_s(prompt, 1), "transformers": lambda: peer.prefill_s(prompt[0])}
     times = alternate(measures, repeats, warm_ups=2)
-    compare(report, f"prefill {PREFILL_TOKENS:,}", PREFILL_TOKENS, times, target=1.1)
+    compare(report, f"prefill {PREFILL_TOKENS:,}", PREFILL_TOKENS, times, target)
 
 
 def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: int, target: float) -> None:
     """Only decode: the time for 1 + 64 tokens less the time for 1, each side with its own cache."""
-    prompts = random_prompts(batch, PROMPT_TOKENS, MODEL_M.vocab_size, seed=2)
+    prompts = random_prompts(batch, PROMPT_TOKENS, ours.vocab_size, seed=2)
     measures = {
         "ours": lambda: ours.generate_s(prompts, 1 + DECODE_TOKENS) - ours.generate_s(prompts, 1),
         "transformers": lambda: peer.generate_s(prompts, 1 + DECODE_TOKENS) - peer.generate_s(prompts, 1),
@@ -112,7 +146,7 @@ def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: in
 
 def bench_step(ours: Ours, report: Report, repeats: int) -> None:
     """Where the time of a decode step with 64 running requests goes, from the engine's own running totals."""
-    prompts = random_prompts(NUM_RUNNING, 16, MODEL_M.vocab_size, seed=3)
+    prompts = random_prompts(NUM_RUNNING, 16, ours.vocab_size, seed=3)
     parts = ("schedule_s", "build_s", "forward_s", "sample_s", "update_s")
     found: dict[str, list[float]] = {part: [] for part in parts}
     for _ in range(repeats):
@@ -135,7 +169,7 @@ def profile_decode(ours: Ours, batch: int) -> None:
     """The profiler's table of decode steps whose prompts are already in the prefix cache."""
     from torch.profiler import ProfilerActivity, profile
 
-    prompts = random_prompts(batch, PROMPT_TOKENS, MODEL_M.vocab_size, seed=4)
+    prompts = random_prompts(batch, PROMPT_TOKENS, ours.vocab_size, seed=4)
     salt = f"profile-{batch}"
     ours.generate_s(prompts, 1, salt)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -157,28 +191,30 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
     from kvstore import CacheTiers, Engine
 
     repeats = 2 if parsed.quick else parsed.repeats
-    with random_llama(MODEL_M) as (folder, num_parameters):
-        print(f"model M: {num_parameters / 1e6:.1f} million parameters, bf16", file=sys.stderr, flush=True)
+    asked = SHAPES[parsed.shape]
+    with asked.made(asked.shape) as (folder, num_parameters):
+        print(f"{parsed.shape}: {num_parameters / 1e6:.1f} million parameters, bf16", file=sys.stderr, flush=True)
         peer = load_peer(folder)
-        tiers = CacheTiers(hbm="512MiB")
+        tiers = CacheTiers(hbm="1GiB")
         with Engine(str(folder), cache_tiers=tiers, device="cpu", dtype="bfloat16", max_model_len=2048) as engine:
-            ours = Ours(engine)
+            ours = Ours(engine, asked.shape.vocab_size)
             if parsed.profile:
                 for batch in (1, 8):
                     profile_decode(ours, batch)
                 return
-            bench_prefill(ours, peer, report, repeats)
-            bench_decode(ours, peer, report, repeats, batch=1, target=1.3)
-            bench_decode(ours, peer, report, repeats, batch=8, target=1.5)
-            bench_step(ours, report, repeats)
+            bench_prefill(ours, peer, report, repeats, asked.prefill)
+            for batch, target in asked.decode.items():
+                bench_decode(ours, peer, report, repeats, batch, target)
+            if parsed.shape == "m":
+                bench_step(ours, report, repeats)
 
 
 def main() -> int:
     parser = arguments("throughput", __doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each kind (default: 7)")
     parser.add_argument("--profile", action="store_true", help="print where decode steps spend their time instead")
-    title = "Engine beside transformers, model M (random Llama, bf16, CPU); medians"
-    return run(body, parser.parse_args(), title)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="m", help="the model's (default: m)")
+    return run(body, parser.parse_args(), "Engine beside transformers, random weights, bf16, CPU; medians")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Machine:
 def prefill(machine: Machine) -> None:
     """Whole prompts beside the unmodified model's forward with its fastest attention."""
     case, board, device = machine.case, machine.board, machine.device
-    ours = Ours(machine.engine("plain"))
+    ours = Ours(machine.engine("plain"), case.shape.vocab_size)
     peer, attention = load_peer(machine.weights.folder, device)
     for num_tokens in case.prefills:
         prompts = random_prompts(1, num_tokens, case.shape.vocab_size, seed=num_tokens + 1)
