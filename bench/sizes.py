@@ -11,8 +11,8 @@ CHECKPOINTS = 4  # of a conversation, at most
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a model computes of a conversation. full, windowed: bytes of KV a token, of layers that see everything, and of
-    those that see `window` tokens. state_bytes: of all layers with a state, once.
+    """What a model computes of a conversation. full, windowed: bytes of KV a token, of layers that see everything, and
+    of those that see `window` tokens. state_bytes: of all layers with a state, once.
     """
 
     full: int
