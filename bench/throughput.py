@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from bench.common import (
     spread,
 )
 
+PREFILL_TOKENS = 1024
+PROMPT_TOKENS, DECODE_TOKENS = 128, 64
+NUM_RUNNING = 64  # requests running at once when the scheduler's cost is measured
 MODEL_M = LlamaShape(
     hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, intermediate_size=2400, vocab_size=16384
 )
@@ -36,22 +39,23 @@ QWEN = LlamaShape(
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A model and what is asked of it: our speed over transformers'. decode: by the size of the batch."""
+class Asked:
+    """A model and what is asked of it: our speed over transformers'. decode: by the size of the batch. prompt_tokens,
+    decode_tokens: of each request that decodes; few where transformers takes seconds for a prompt.
+    """
 
     shape: LlamaShape
     made: Callable[[LlamaShape], AbstractContextManager[tuple[Path, int]]]
     prefill: float
     decode: dict[int, float]
+    prompt_tokens: int = PROMPT_TOKENS
+    decode_tokens: int = DECODE_TOKENS
 
 
 SHAPES = {
-    "m": Measured(MODEL_M, random_llama, 1.1, {1: 1.3, 8: 1.5}),
-    "qwen3.5-0.8b": Measured(QWEN, random_qwen_hybrid, 1.0, {1: 1.3, 8: 3.0}),
+    "m": Asked(MODEL_M, random_llama, 1.1, {1: 1.3, 8: 1.5}),
+    "qwen3.5-0.8b": Asked(QWEN, random_qwen_hybrid, 1.0, {1: 1.3, 8: 3.0}, 32, 16),
 }
-PREFILL_TOKENS = 1024
-PROMPT_TOKENS, DECODE_TOKENS = 128, 64
-NUM_RUNNING = 64  # requests running at once when the scheduler's cost is measured
 
 
 @dataclass(slots=True)
@@ -133,15 +137,16 @@ def bench_prefill(ours: Ours, peer: Peer, report: Report, repeats: int, target: 
     compare(report, f"prefill {PREFILL_TOKENS:,}", PREFILL_TOKENS, times, target)
 
 
-def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: int, target: float) -> None:
-    """Only decode: the time for 1 + 64 tokens less the time for 1, each side with its own cache."""
-    prompts = random_prompts(batch, PROMPT_TOKENS, ours.vocab_size, seed=2)
+def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: int, asked: Asked) -> None:
+    """Only decode: the time for 1 + 64 tokens, say, less the time for 1, each side with its own cache."""
+    num_tokens = asked.decode_tokens
+    prompts = random_prompts(batch, asked.prompt_tokens, ours.vocab_size, seed=2)
     measures = {
-        "ours": lambda: ours.generate_s(prompts, 1 + DECODE_TOKENS) - ours.generate_s(prompts, 1),
-        "transformers": lambda: peer.generate_s(prompts, 1 + DECODE_TOKENS) - peer.generate_s(prompts, 1),
+        "ours": lambda: ours.generate_s(prompts, 1 + num_tokens) - ours.generate_s(prompts, 1),
+        "transformers": lambda: peer.generate_s(prompts, 1 + num_tokens) - peer.generate_s(prompts, 1),
     }
     times = alternate(measures, repeats)
-    compare(report, f"decode, batch {batch}", batch * DECODE_TOKENS, times, target)
+    compare(report, f"decode, batch {batch}", batch * num_tokens, times, asked.decode[batch])
 
 
 def bench_step(ours: Ours, report: Report, repeats: int) -> None:
@@ -192,6 +197,10 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
 
     repeats = 2 if parsed.quick else parsed.repeats
     asked = SHAPES[parsed.shape]
+    if parsed.layers:
+        whole = asked.shape
+        size = whole.vocab_size * parsed.layers // whole.num_layers
+        asked = replace(asked, shape=replace(whole, num_layers=parsed.layers, vocab_size=size))
     with asked.made(asked.shape) as (folder, num_parameters):
         print(f"{parsed.shape}: {num_parameters / 1e6:.1f} million parameters, bf16", file=sys.stderr, flush=True)
         peer = load_peer(folder)
@@ -203,8 +212,8 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
                     profile_decode(ours, batch)
                 return
             bench_prefill(ours, peer, report, repeats, asked.prefill)
-            for batch, target in asked.decode.items():
-                bench_decode(ours, peer, report, repeats, batch, target)
+            for batch in asked.decode:
+                bench_decode(ours, peer, report, repeats, batch, asked)
             if parsed.shape == "m":
                 bench_step(ours, report, repeats)
 
@@ -214,6 +223,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each kind (default: 7)")
     parser.add_argument("--profile", action="store_true", help="print where decode steps spend their time instead")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="m", help="the model's (default: m)")
+    parser.add_argument("--layers", type=int, help="so many of them, and as large a part of the vocabulary: in a hurry")
     return run(body, parser.parse_args(), "Engine beside transformers, random weights, bf16, CPU; medians")
 
 

@@ -91,7 +91,7 @@ def model_flags(config: Mapping[str, Any], on_cpu: bool) -> tuple[list[str], dic
     flags, reasons = [GROUPED], {GROUPED: GROUPED_REASON}
     if has_states:
         reasons["mamba_cache_mode"] = "no flag: from 0.32 on --enable-prefix-caching alone makes it align"
-    if state_bytes := _state_bytes(config):
+    if state_bytes := _state_bytes(config, on_cpu):
         size = _unified_block(config, state_bytes, KERNEL_TOKENS[on_cpu])
         flags += ["--max-num-batched-tokens", str(size * math.ceil(STEP_TOKENS / size))]
         reasons["--max-num-batched-tokens"] = (
@@ -102,10 +102,13 @@ def model_flags(config: Mapping[str, Any], on_cpu: bool) -> tuple[list[str], dic
     return flags, reasons
 
 
-def _state_bytes(config: Mapping[str, Any]) -> int:
-    """What one layer's state takes in vLLM; 0 where it is a convolution's alone, which is small."""
+def _state_bytes(config: Mapping[str, Any], on_cpu: bool) -> int:
+    """What one layer's state takes in vLLM; 0 where it is a convolution's alone, which is small. vLLM's kernels of
+    linear attention for CPUs want float32.
+    """
     wide = 2 * BYTES if "float32" in (config.get("mamba_ssm_dtype"), config.get("mamba_ssm_cache_dtype")) else BYTES
     if heads := config.get("linear_num_value_heads"):
+        wide = 2 * BYTES if on_cpu else wide
         key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
         width, kernel = 2 * key * config["linear_num_key_heads"] + value * heads, config["linear_conv_kernel_dim"]
         return int(heads * value * key * wide + (kernel - 1) * width * BYTES)

@@ -72,6 +72,14 @@ def test_states_and_windows_of_a_model_have_flags_of_their_own(capsys, tmp_path,
     assert {one for one in flags if one.startswith("--")} <= {line[2:].split(":")[0] for line in reasons}
 
 
+def test_on_a_cpu_states_are_wide_and_blocks_multiples_of_32(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_SMALL, "mamba_ssm_dtype": None}))
+    sizes = [
+        told(capsys, "--store", str(tmp_path), "--model", str(tmp_path), *more)[1][-3] for more in ((), ("--on-cpu",))
+    ]
+    assert sizes == [str(288 * 8), str(544 * 4)]
+
+
 @pytest.mark.parametrize("text", [None, "{", "[1]", json.dumps({"linear_num_value_heads": 2})])
 def test_a_configuration_that_cannot_be_read_is_one_line(capsys, tmp_path, text):
     if text is not None:
