@@ -38,8 +38,7 @@ from kvstore.remote.names import SECRET_VARIABLE, BlockNames, FleetSecret
 from kvstore.remote.redis_blocks import RedisBlocks, RedisSession
 from kvstore.remote.resp import RespClient
 from kvstore.remote.resp_replies import Landed
-from kvstore.tiers.port import BlockTier, Chain, Keeps, ReadJob, TierSession, WriteJob
-from kvstore.tiers.work import ReadDone, WriteDone
+from kvstore.tiers.port import BlockTier, Chain, Keeps, ReadDone, ReadJob, TierSession, WriteDone, WriteJob
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 
 A_SECOND = 1.0

@@ -37,8 +37,7 @@ from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.memory.layout import KVLayout, LayerShape
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Rotation, Style
-from kvstore.tiers.port import ReadJob
-from kvstore.tiers.work import ReadDone
+from kvstore.tiers.port import ReadDone, ReadJob
 from kvstore.tiers.worker import BATCH_BYTES, USUAL, TierWorker
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_HEADS = 24, 2, 64, 16, 14

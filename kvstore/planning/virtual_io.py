@@ -26,7 +26,7 @@ from kvstore.store.control_plane import KVStore
 from kvstore.store.stored import Identity, StoreContext
 from kvstore.store.write_back import PAGE_BYTES, WriteBack
 from kvstore.tiers.port import Chain, Keeps, Rank, ReadJob, Stored, WriteBatch, Written
-from kvstore.tiers.work import Lane, Reads
+from kvstore.tiers.queues import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 
 STORE_BLOCK_BYTES = 2 << 20  # that a block takes, as the store is told: for such are the bounds of its queues

@@ -15,8 +15,7 @@ from typing import TypeAlias
 import xxhash
 
 from kvstore.blocks.ids import BlockId
-from kvstore.tiers.port import Chain, WriteJob
-from kvstore.tiers.work import Done
+from kvstore.tiers.port import Chain, Done, WriteJob
 from kvstore.tiers.worker import TierWorker
 
 MOST_CHAINS = 32  # whose parts are remembered: each is stored in many batches

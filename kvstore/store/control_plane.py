@@ -28,7 +28,7 @@ from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
 from kvstore.store.stored import BelievedContents, ChainContent, Identity, StoreContext, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
-from kvstore.tiers.work import Done, ReadDone, TaskDone, WriteDone
+from kvstore.tiers.port import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
 
 MOST_OLD_STATES = 2  # of a conversation, beside the latest and that behind its system prompt

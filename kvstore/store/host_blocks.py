@@ -25,9 +25,8 @@ from kvstore.store.host_memory import HostMemory, Lent
 from kvstore.store.parts import DiskParts, Stage, StoreProgress
 from kvstore.store.stored import StoreContext
 from kvstore.store.write_back import WriteBack
-from kvstore.tiers.port import AS_HINT, ReadJob
+from kvstore.tiers.port import AS_HINT, ReadDone, ReadJob, TaskDone, WriteDone
 from kvstore.tiers.queues import Task
-from kvstore.tiers.work import ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
 
 MAX_PREFETCHING = 1 << 12  # blocks

@@ -35,8 +35,7 @@ from kvstore.store.stored import (
     TierReads,
 )
 from kvstore.store.write_back import WriteBack
-from kvstore.tiers.port import Chain
-from kvstore.tiers.work import Asked, Done, ReadDone, WriteDone
+from kvstore.tiers.port import Asked, Chain, Done, ReadDone, WriteDone
 
 LEAST_TOKENS = 128  # that are missing; fewer cost little beside the decoding of others
 SLOWER = 2.0  # than computing here: so long is waited

@@ -17,8 +17,7 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.remote.spread import Believed
 from kvstore.store.stored import ChainContent, StoredBlocks
-from kvstore.tiers.port import Chain, WriteJob, chain_batch_blocks
-from kvstore.tiers.work import WriteDone
+from kvstore.tiers.port import Chain, WriteDone, WriteJob, chain_batch_blocks
 
 MOST_OFFERS = 1024
 MOST_BATCHES = 4  # that the tier has at a time

@@ -29,8 +29,7 @@ from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.remote.spread import Believed
 from kvstore.stats import StoreStats
-from kvstore.tiers.port import AS_HINT, AT_ONCE, Rank, ReadJob
-from kvstore.tiers.work import Asked, ReadDone
+from kvstore.tiers.port import AS_HINT, AT_ONCE, Asked, Rank, ReadDone, ReadJob
 from kvstore.tiers.worker import TierWorker
 
 MOST_KNOWN = 1 << 18  # blocks of a believed tier

@@ -29,8 +29,7 @@ from kvstore.errors import StoreError
 from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
 from kvstore.store.stored import LOST_BY, Deletions, DiskContents, StoreContext, TierReads
-from kvstore.tiers.port import WriteJob
-from kvstore.tiers.work import ReadDone, WriteDone
+from kvstore.tiers.port import ReadDone, WriteDone, WriteJob
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
 
 PAGE_BYTES = 4096

@@ -4,8 +4,7 @@ Knows no back end, no arena and no request. The back ends are `kvstore.disk.tier
 `object_blocks` and `owned_blocks`, and the replay's virtual disk.
 
 - `port`: what a tier does; jobs, and how they ended
-- `queues`: reads by rank; writes, deletions and times of last use that wait for a batch
-- `work`: what an executor takes and runs, and how it ended
+- `queues`: reads by rank; writes, deletions and times of last use that wait for a batch; what an executor takes of them
 - `worker`: threads that ask, read and write for one tier, and are polled; whether a tier that has failed is tried again
 
 Decisions:

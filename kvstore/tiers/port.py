@@ -103,6 +103,43 @@ class Written:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """num_active: reads at work meanwhile, this one included, on average."""
+
+    job: ReadJob
+    result: ReadResult
+    seconds: float
+    num_active: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """A batch has ended; see `Written`."""
+
+    batch: WriteBatch
+    stored: Sequence[Stored] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone:
+    key: int
+    succeeded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """there None: unknown, as the tier did not answer."""
+
+    number: int
+    chain: Chain
+    there: list[bool] | None = None
+
+
+Done = ReadDone | WriteDone | TaskDone | Asked
+
+
 class TierSession(Protocol):
     """For one thread. A session of a believed tier raises RemoteError if the tier does not answer in time."""
 

@@ -1,4 +1,4 @@
-"""What waits to be read or written. For one thread at a time."""
+"""What waits to be read or written, and the pieces of it that an executor takes and runs. For one thread at a time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from kvstore.blocks.ids import BlockId
-from kvstore.tiers.port import Chain, Rank, ReadJob, WriteBatch, WriteJob
+from kvstore.tiers.port import Asked, Chain, Rank, ReadJob, WriteBatch, WriteJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,35 @@ class Task:
 
     key: int
     run: Callable[[], None]
+
+
+class Lane(Enum):
+    """Work of one lane goes in order, or by rank, beside that of the others."""
+
+    READ = "read"
+    WRITE = "write"
+    ASK = "ask"
+
+
+@dataclass(slots=True, eq=False)
+class Reads:
+    """Taken to be read, all of one rank. num_active: with these. task: to be run instead."""
+
+    jobs: list[ReadJob]
+    rank: Rank
+    num_active: int
+    begun_s: float
+    task: Task | None = None
+
+
+@dataclass(slots=True)
+class Questioning:
+    """Taken to be asked. asked None: whether a tier that has failed answers again."""
+
+    asked: Asked | None
+
+
+Work = Reads | WriteBatch | Questioning
 
 
 class RankedReads:

@@ -22,18 +22,22 @@ from kvstore.stats import Counts
 from kvstore.tiers.port import (
     AT_ONCE,
     FULL,
+    Asked,
     BlockTier,
     Chain,
+    Done,
     Keeps,
     Rank,
+    ReadDone,
     ReadJob,
+    TaskDone,
     TierSession,
     WriteBatch,
+    WriteDone,
     WriteJob,
     Written,
 )
-from kvstore.tiers.queues import PendingWrites, RankedReads, Task
-from kvstore.tiers.work import Asked, Done, Lane, Questioning, ReadDone, Reads, TaskDone, Work, WriteDone
+from kvstore.tiers.queues import Lane, PendingWrites, Questioning, RankedReads, Reads, Task, Work
 
 BATCH_BYTES = 64 << 20
 WAKE_EVERY = 32  # reads, when more are queued

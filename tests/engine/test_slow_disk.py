@@ -9,7 +9,7 @@ import pytest
 
 from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import ReadResult
-from kvstore.tiers.work import ReadDone
+from kvstore.tiers.port import ReadDone
 from tests.support.by_hand import by_hand
 from tests.support.engines import ask, cached, counters, greedy, settle, tokens
 from tests.support.faults import before_each_load

@@ -24,7 +24,7 @@ from kvstore.disk.tier import DiskSession, WriteOutcome
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.tiers.port import Keeps, ReadJob, WriteBatch
-from kvstore.tiers.work import Lane, Reads
+from kvstore.tiers.queues import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool, state_content
 

@@ -25,7 +25,7 @@ from kvstore.policy.policies import EvictionOrder
 from kvstore.store.requests import Requests
 from kvstore.store.saving import StepsInFlight
 from kvstore.store.write_back import DiskSpace, WriteBack
-from kvstore.tiers.work import WriteDone
+from kvstore.tiers.port import WriteDone
 from kvstore.tiers.worker import TierWorker
 from tests.simulation.configs import CONFIGS
 from tests.simulation.run import Simulation

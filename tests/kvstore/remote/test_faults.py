@@ -9,8 +9,7 @@ from kvstore.remote.address import RedisAddress
 from kvstore.remote.object_address import parse_object_url
 from kvstore.remote.redis_blocks import RedisBlocks
 from kvstore.tiers import worker
-from kvstore.tiers.port import BlockTier
-from kvstore.tiers.work import Asked, ReadDone, WriteDone
+from kvstore.tiers.port import Asked, BlockTier, ReadDone, WriteDone
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.kvstore.remote.chains import NAMES, SIZE, are_right, make_chain
 from tests.support.buckets import Directory, s3_server

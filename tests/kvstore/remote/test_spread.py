@@ -7,7 +7,7 @@ from kvstore.remote.address import RedisAddress
 from kvstore.remote.redis_blocks import RedisBlocks
 from kvstore.remote.spread import SpreadTier
 from kvstore.store.stored import Deletions
-from kvstore.tiers.work import Asked, ReadDone, WriteDone
+from kvstore.tiers.port import Asked, ReadDone, WriteDone
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.kvstore.remote.chains import NAMES, are_right, make_chain
 from tests.support.redis_server import RedisServer, no_answer_after

@@ -16,7 +16,7 @@ from kvstore.store.remote import Questions, RemoteBlocks, RemoteSource
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
 from kvstore.store.requests import Requests
 from kvstore.store.stored import KNOWN_S, MOST_KNOWN, BelievedContents, Deletions, Identity, StoredBlocks, TierReads
-from kvstore.tiers.work import Asked, WriteDone
+from kvstore.tiers.port import Asked, WriteDone
 from kvstore.tiers.worker import TierWorker
 from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared, ended, worker_of

@@ -9,16 +9,18 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.tiers.port import (
     AS_HINT,
     AT_ONCE,
+    Asked,
     Keeps,
+    ReadDone,
     ReadJob,
     Stored,
     WriteBatch,
+    WriteDone,
     WriteJob,
     Written,
     rank_of_request,
 )
 from kvstore.tiers.queues import Task
-from kvstore.tiers.work import Asked, ReadDone, WriteDone
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.kvstore.remote.chains import make_chain
 from tests.support.store.memory_shared import MemoryShared

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from kvstore.blocks.records import ReadResult
 from kvstore.errors import RemoteError
-from kvstore.tiers.port import Chain, Keeps, ReadJob, Stored, WriteBatch, Written
-from kvstore.tiers.work import Done
+from kvstore.tiers.port import Chain, Done, Keeps, ReadJob, Stored, WriteBatch, Written
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.support.waiting import wait_until
 

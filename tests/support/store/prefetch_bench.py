@@ -12,8 +12,7 @@ from kvstore.store.prefetch import Prefetcher
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import Match
 from kvstore.store.stored import Identity, StoreContext, StoredBlocks, TierReads
-from kvstore.tiers.port import ReadJob
-from kvstore.tiers.work import ReadDone
+from kvstore.tiers.port import ReadDone, ReadJob
 
 ROOT, SIZE = b"r" * 32, 4
 
