@@ -40,18 +40,15 @@ HINT_S = 30.0  # how long blocks that were read on a hint are preferred to other
 
 def choose(request: Tracked, planner: Planner, reads: TierReads | None) -> LoadChoice:
     """How a request should get what it wants. reads: None without a tier below the CPU tier."""
-    if (
-        request.lineage.splice_index is not None or reads is None
-    ):  # without a disk, only splices or saves are on their way
+    if request.is_spliced or reads is None:  # without a disk, only splices or saves are on their way
         return LoadChoice(Way.LOAD)
     wanted, front = request.wanted, request.wanted.front
     num_ahead = reads.num_before(request.rank, reads.exact)
     unread, num_state = wanted.back - front, request.num_state_blocks
-    if reads.believed is None:
-        choose = planner.choose
-        return choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, num_state=num_state)
-    num_remote = sum(request.tier_at_arrival(index) == reads.believed for index in range(front, wanted.back))
-    slow = num_remote, reads.num_before(request.rank, reads.believed)
+    slow = 0, 0
+    if reads.believed is not None:
+        num_remote = sum(request.tier_at_arrival(index) == reads.believed for index in range(front, wanted.back))
+        slow = num_remote, reads.num_before(request.rank, reads.believed)
     return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, *slow, num_state)
 
 
@@ -80,7 +77,7 @@ class Matcher:
         if self._requests.is_asking(request, True):
             return _PENDING
         if self._requests.keeps_states:
-            if not request.wanted.is_begun:
+            if first != request.num_hbm_blocks and not request.wanted.is_begun:
                 self._requests.find_state(request, first)
             if request.is_computed or request.restored is None:
                 return _MISS
@@ -121,7 +118,9 @@ class Matcher:
         end = request.wanted.end
         if request.restored is not None:
             if end < len(request.restored.chain):
+                request.most_loaded = request.border - 1  # a medium that fails has it for ever
                 self._requests.let_go(request)
+                self._requests.find_state(request, first)
                 return self.match(request, first, end)
             end = request.border
         num_tokens = (end - first) * self._requests.block_size

@@ -5,6 +5,7 @@ Control plane, one thread. Only this module writes the records; others read them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -54,6 +55,7 @@ class Tracked(ChainContent):
     turn_starts: Sequence[int] = ()  # in tokens
     restored: ChainContent | None = None  # of a model that keeps states: what it can begin with, and the state there
     num_state_blocks: int = 0  # of these
+    most_loaded: float = math.inf  # of its blocks: a later state was lost when it was wanted
     is_computed: bool = False  # although something is stored: computing is quicker, or there is no room to load it
     was_elsewhere: bool = False  # another server was asked to compute it
     lacks_room: bool = False  # some of what is stored for it found no arena block
@@ -164,7 +166,7 @@ class Requests:
         num_told, request.num_hbm_blocks = request.num_hbm_blocks + request.num_told, first
         request.num_told, request.arrival, request.restored = max(0, num_told - first), [], None
         end = len(request.chain) if request.key is None else request.num_loadable(self.block_size)
-        found = self._stored.restorable(request, first, end)
+        found = self._stored.restorable(request, first, int(min(end, request.most_loaded)))
         if found is None:
             return
         request.lacks_room = len(found.chain) - first > self._cpu.pool.num_blocks  # it is loaded as a whole

@@ -5,6 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.blocks.records import ReadResult
+from kvstore.disk.tier import DiskTier
 from kvstore.engine.model.states import StatePool
 from kvstore.errors import ConfigError
 from tests.support.engines import greedy, open_engine
@@ -110,6 +112,28 @@ def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
     with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
         (again,) = engine.generate([history], greedy(20))
         assert again.usage.cached_tokens == 0, "stored otherwise, it is another state"
+
+
+@pytest.mark.parametrize("which", ["all", "states"])
+def test_a_state_that_cannot_be_read_is_tried_once(which, saved_model, tmp_path, monkeypatch):
+    """On a medium that fails for ever, earlier ones are tried, and then everything is computed."""
+    model, history = saved_model("Qwen3_5Text"), PROMPTS[0]
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        for _ in range(3):
+            (made,) = engine.generate([history], greedy(40))
+            history = history + made.token_ids + prompt(9, 4)
+        engine.flush()
+    read = DiskTier.read
+
+    def failing(self, record, view):
+        return ReadResult.FAILED if which == "all" or record.is_state else read(self, record, view)
+
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        monkeypatch.setattr(DiskTier, "read", failing)
+        (again,) = engine.generate([history], greedy(20))
+        assert again.usage.cached_tokens == 0 and engine.stats()["store"]["read_failures"]["failed"] >= 2
+        engine.check_integrity()
+    check_answer(make_model("Qwen3_5Text"), history, again.token_ids)
 
 
 @pytest.mark.parametrize("path", [None, "store"])
