@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import transformers
 
 import kvstore.disk.tier
 import kvstore.memory.transfer
@@ -104,7 +105,8 @@ def test_invariant_1_same_tokens_with_tiers_evicted(model, plain, store, evict, 
 @pytest.mark.parametrize("name", OF_MANY_SHAPES)
 def test_invariant_1_for_layers_of_different_shapes(saved_model, store, name):
     """Cold, from HBM, from the CPU tier, from disk, and from disk after a restart: as the network answers alone."""
-    network, folder = make_model(name), saved_model(name)
+    folder = saved_model(name)
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
     @torch.inference_mode()
     def alone(token_ids: list[int], count: int) -> list[int]:

@@ -58,8 +58,8 @@ class FakeEngine:
     """What an AsyncEngine asks of an engine that does nothing."""
 
     facts = SimpleNamespace(model_name="fake", max_model_len=64, block_size=16)
-    tokenizer, has_work, closed = None, False, False
-
+    tokenizer, has_work = None, False
+    client = SimpleNamespace(closed=False)
     core = SimpleNamespace(read_here=lambda: False, state="running", silent_s=0.0)
     chats, answers = SimpleNamespace(client=None, language=Language(None, None, "")), None
 
