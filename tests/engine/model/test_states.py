@@ -5,11 +5,10 @@ import torch
 from transformers import DynamicCache
 
 from kvstore import CacheTiers, Engine, SamplingParams
-from kvstore.blocks.records import ReadResult
-from kvstore.disk.tier import DiskTier
 from kvstore.engine.model.states import StatePool
 from kvstore.errors import ConfigError
 from tests.support.engines import greedy, open_engine
+from tests.support.faults import reads_that
 from tests.support.models import ARCHITECTURES_WITH_STATES, make_model
 from tests.support.redis_server import wait_for_answers
 
@@ -114,8 +113,7 @@ def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
         assert again.usage.cached_tokens == 0, "stored otherwise, it is another state"
 
 
-@pytest.mark.parametrize("which", ["all", "states"])
-def test_a_state_that_cannot_be_read_is_tried_once(which, saved_model, tmp_path, monkeypatch):
+def test_a_state_that_cannot_be_read_is_tried_once(saved_model, tmp_path):
     """On a medium that fails for ever, earlier ones are tried, and then everything is computed."""
     model, history = saved_model("Qwen3_5Text"), PROMPTS[0]
     with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
@@ -123,13 +121,11 @@ def test_a_state_that_cannot_be_read_is_tried_once(which, saved_model, tmp_path,
             (made,) = engine.generate([history], greedy(40))
             history = history + made.token_ids + prompt(9, 4)
         engine.flush()
-    read = DiskTier.read
 
-    def failing(self, record, view):
-        return ReadResult.FAILED if which == "all" or record.is_state else read(self, record, view)
+    def fail() -> None:
+        raise OSError("injected")
 
-    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
-        monkeypatch.setattr(DiskTier, "read", failing)
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine, reads_that(fail):
         (again,) = engine.generate([history], greedy(20))
         assert again.usage.cached_tokens == 0 and engine.stats()["store"]["read_failures"]["failed"] >= 2
         engine.check_integrity()
