@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -105,24 +105,25 @@ class Arena:
 
     def load_states(self, pieces: Sequence[StatePiece], states: States) -> None:
         """Load states, each from all of its pieces in their order, in the current stream."""
-        size = self.layout.block_bytes
         for row, own in groupby(pieces, lambda piece: piece.row):
             packed = states.packed(row)
-            for piece in own:
-                part = packed[piece.index * size : (piece.index + 1) * size]
-                part.copy_(self.rows[piece.arena_block, : len(part)], non_blocking=True)
+            for part, memory in self._parts(packed, own):
+                part.copy_(memory[: len(part)], non_blocking=True)
             states.unpack(row, packed)
 
     def save_states(self, pieces: Sequence[StatePiece], states: States) -> None:
         """The other way round. Nothing of what was there before is left."""
-        size = self.layout.block_bytes
         for row, own in groupby(pieces, lambda piece: piece.row):
-            packed = states.packed(row)
-            for piece in own:
-                part = packed[piece.index * size : (piece.index + 1) * size]
-                self.rows[piece.arena_block, : len(part)].copy_(part, non_blocking=True)
-                if len(part) < size:
-                    self.rows[piece.arena_block, len(part) :].zero_()
+            for part, memory in self._parts(states.packed(row), own):
+                memory[: len(part)].copy_(part, non_blocking=True)
+                if len(part) < len(memory):
+                    memory[len(part) :].zero_()
+
+    def _parts(self, packed: torch.Tensor, pieces: Iterable[StatePiece]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each piece's part of a packed state, and its arena block, both uint8. The last part may be shorter."""
+        size = self.layout.block_bytes
+        for piece in pieces:
+            yield packed[piece.index * size : (piece.index + 1) * size], self.rows[piece.arena_block]
 
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
