@@ -13,14 +13,14 @@ from msgspec.structs import asdict
 
 from kvstore.service.api import admin, edge, health, openapi, page
 from kvstore.service.api.anthropic import messages
-from kvstore.service.api.context import CONTEXT, EXCHANGE, Context, Exchange, context_of
+from kvstore.service.api.exchange import CONTEXT, EXCHANGE, Context, Exchange, context_of
 from kvstore.service.api.openai import chat as openai
 from kvstore.service.api.openai import completions, responses
 from kvstore.service.api.schema import sum_usage
 from kvstore.service.api.sessions import chat
 from kvstore.service.api.sessions import routes as sessions
-from kvstore.service.http.connection import new_request_id
 from kvstore.service.http.errors import ApiError, Handler, ReaderGone, Route, api_error, error_response, unavailable
+from kvstore.service.http.limits import new_request_id
 from kvstore.service.http.logs import log
 
 ROUTES: tuple[Route, ...] = (

@@ -5,9 +5,9 @@
 - `anthropic/`: Anthropic's
 - `admin`: the administrator's routes
 - `asking`: what a request may want of the form of its answer: tools, formats, variables of the chat template
-- `answering`: one way to answer on every route that talks, whole or as events, and what a route's dialect is
-- `context`: what every handler can reach, the engine's last counters, and what is known of one request
 - `edge`: /metrics, version, models, tokens
+- `exchange`: a request and its answer: what every handler can reach, the engine's last counters, what is known of one
+  request, and one way to answer, whole or as events, in the words of a route's dialect
 - `health`: /health, its like and /ready, and lines in the log when what they tell changes
 - `metrics`: /metrics: what is counted of requests and answers, and what the engine counts
 - `naming`: names that clients give to conversations: headers and fields in one table

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvstore.service.api.context import context_of
+from kvstore.service.api.exchange import context_of
 from kvstore.service.api.schema import read_body
 from kvstore.service.http.errors import Route, json_response
 

@@ -15,7 +15,7 @@ from kvstore.engine.outputs import MOST_ASKED
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import num_chars_of
-from kvstore.service.api.context import Context, context_of, tenant_of
+from kvstore.service.api.exchange import Context, context_of, tenant_of
 from kvstore.service.api.schema import Messages, TokenId, UsageObject, accept, check_model, messages_of, usage_object
 from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 

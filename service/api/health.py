@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvstore.service.api.context import Context, context_of
+from kvstore.service.api.exchange import Context, context_of
 from kvstore.service.http.errors import Route, json_response
 from kvstore.service.http.logs import log
 

@@ -13,7 +13,7 @@ from kvstore.blocks.ids import Lineage
 from kvstore.engine.client.messages import Flush
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.remote.prefill import PATH
-from kvstore.service.api.context import EXCHANGE, context_of
+from kvstore.service.api.exchange import EXCHANGE, context_of
 from kvstore.service.api.openai.stateless import ended
 from kvstore.service.api.schema import TokenId, read_body
 from kvstore.service.http.errors import NO_RETRY, ApiError, Route, json_response

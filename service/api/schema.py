@@ -25,7 +25,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import CallIn, check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
-from kvstore.service.api.context import Context, context_of
+from kvstore.service.api.exchange import Context, context_of
 from kvstore.service.api.naming import Naming
 from kvstore.service.api.pinning import Breakpoint
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request

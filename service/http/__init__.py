@@ -3,15 +3,14 @@
 Knows no route.
 
 - `access`: keys, tenants, Host and Origin
-- `connection`: TCP connections: deadlines of heads and readers, the cap, enough open files
 - `errors`: errors in OpenAI's shape, which exception becomes which, and a route with the errors that it may answer
 - `listening`: the certificate of HTTPS, the file of a Unix socket
-- `limits`: how much runs and waits, how long a request may take
+- `limits`: how many connections, how slow these may be; how much runs and waits, how long a request may take
 - `logs`: one line a request, text or JSON
 
 Decisions:
 
-aiohttp has no deadline for heads, and none for readers that stop reading; `connection` adds both. A disconnect cancels
+aiohttp has no deadline for heads, and none for readers that stop reading; `limits` adds both. A disconnect cancels
 the handler, which ends its request within a step.
 
 When a request's time is over, its handler is cancelled and tells the client. The answer is a task of its own: it is

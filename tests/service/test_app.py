@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import errors as kv
 from kvstore.service.api import page
-from kvstore.service.api.context import EXCHANGE, context_of, tenant_of
+from kvstore.service.api.exchange import EXCHANGE, context_of, tenant_of
 from kvstore.service.app import ROUTES
 from kvstore.service.http.access import EXPOSED
 from kvstore.service.http.errors import ApiError, Route, api_error, json_response

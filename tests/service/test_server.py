@@ -18,7 +18,7 @@ import pytest
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.text.language import Language
 from kvstore.errors import ConfigError, KVStoreError, ModelError
-from kvstore.service.api.answering import EventStream
+from kvstore.service.api.exchange import EventStream
 from kvstore.service.http.errors import Route
 from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions

@@ -12,10 +12,9 @@ from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import num_chars_of
 from kvstore.engine.turns import Turn
-from kvstore.service.api.answering import Dialect, Event, answer
 from kvstore.service.api.anthropic import message_schema as schema
-from kvstore.service.api.context import EXCHANGE, Context, context_of, tenant_of
 from kvstore.service.api.edge import check_tokenized
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answer, context_of, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
 from kvstore.service.api.schema import check_model, read_body, sampling_params

@@ -12,8 +12,7 @@ from msgspec import UNSET, UnsetType
 from kvstore.engine.outputs import Choice, Piece, TokenLogprob
 from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
-from kvstore.service.api.answering import Dialect, Event, answer
-from kvstore.service.api.context import EXCHANGE, Context, tenant_of
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answer, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.pinning import Breakpoint, pin_s_of

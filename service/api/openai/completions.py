@@ -16,8 +16,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
 from kvstore.engine.turns import Turn
 from kvstore.errors import ContextLengthError
-from kvstore.service.api.answering import Dialect, Event, answer
-from kvstore.service.api.context import EXCHANGE, Context, Exchange
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import head_of, output_of, token_text
 from kvstore.service.api.schema import (

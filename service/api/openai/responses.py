@@ -23,8 +23,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
-from kvstore.service.api.answering import Dialect, Event, answer
-from kvstore.service.api.context import EXCHANGE, Context, Exchange, context_of, tenant_of
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer, context_of, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless

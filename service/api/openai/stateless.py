@@ -22,7 +22,7 @@ from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import num_chars_of, texts_of
 from kvstore.engine.turns import Turn
 from kvstore.errors import KVStoreError, RequestError
-from kvstore.service.api.context import Context, Exchange
+from kvstore.service.api.exchange import Context, Exchange
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 from kvstore.service.http.errors import bad_request, unavailable

@@ -13,8 +13,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
-from kvstore.service.api.answering import Dialect, Event, answer
-from kvstore.service.api.context import EXCHANGE, Context, tenant_of
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answer, tenant_of
 from kvstore.service.api.sessions.turns import (
     TurnRequest,
     TurnResult,

@@ -19,7 +19,7 @@ from kvstore.engine.text.prompts import texts_of
 from kvstore.engine.turns import held
 from kvstore.errors import SessionNotFoundError
 from kvstore.service.api import schema
-from kvstore.service.api.context import Context, context_of, tenant_of
+from kvstore.service.api.exchange import Context, context_of, tenant_of
 from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.chat import MessageOut, message_out

@@ -25,7 +25,7 @@ from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import num_chars_of, texts_of
 from kvstore.engine.turns import Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
-from kvstore.service.api.context import Context, Exchange, tenant_of
+from kvstore.service.api.exchange import Context, Exchange, tenant_of
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord

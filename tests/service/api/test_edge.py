@@ -8,7 +8,7 @@ import pytest
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import DegradedError
-from kvstore.service.api.context import RecentStats
+from kvstore.service.api.exchange import RecentStats
 from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import FILES
 from tests.support.by_hand import held

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvstore.errors import ContextLengthError
-from kvstore.service.api.answering import EventStream
+from kvstore.service.api.exchange import EventStream
 from kvstore.service.http.errors import ApiError, Route
 from tests.support.service.serving import raw_request, read_to_end, server_fixture, serving
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.service.api.answering import EventStream
+from kvstore.service.api.exchange import EventStream
 from kvstore.service.http.errors import Route
 from kvstore.service.http.listening import tls_context, unix_socket
 from kvstore.service.server import Server

@@ -22,7 +22,7 @@ from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import Facts
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
-from kvstore.service.api.context import Context, Exchange
+from kvstore.service.api.exchange import Context, Exchange
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
 from kvstore.service.api.sessions.turns import TurnRequest, delete, open_turn
