@@ -19,7 +19,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `outputs`: what a caller gets back: facts about the engine, choices, usage, pieces of a stream
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: the shape of `Engine.stats()`
-- `turns`: an answer in an event loop: a task that is told and never cancelled
+- `turns`: an answer in an event loop: a task that is told and never cancelled; which turn holds a session
 
 Decisions:
 

@@ -1,6 +1,6 @@
 """asyncio over an Engine: the stepping thread wakes each event loop once for all of its requests.
 
-Only this module and `service` know asyncio.
+Only this module, `turns` and `service` know asyncio.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvstore.engine.client.requests import Handle, NewParser, no_parser
 from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import NO_EARLIER, Earlier, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.chat import ChatSession, messages_of
-from kvstore.engine.sessions.stored import OneTurn
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.window import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, ToolsGiven, options_of
-from kvstore.engine.text.prompts import num_chars_of, prompt_ids
+from kvstore.engine.text.prompts import messages_of, num_chars_of, prompt_ids
 from kvstore.engine.turns import Port, Turn, held
 from kvstore.sessions.record import TurnRecord
 

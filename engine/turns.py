@@ -1,7 +1,9 @@
-"""An answer in an event loop is a task of its own: it is told that it shall end, and is never cancelled.
+"""An answer in an event loop is a task of its own: it is told that it shall end, and is never cancelled. And which turn
+holds a session.
 
-So whatever it holds is given back in the order in which it was taken, and whoever reads its pieces may leave at any
-time. Knows no engine and no session: what the task does is a script of those who make it.
+So whatever an answer holds is given back in the order in which it was taken, and whoever reads its pieces may leave at
+any time. What the task does is a script of those who make it. One turn at a time holds a session, in this process and
+on all servers that share the sessions, also where no event loop runs. Knows no engine.
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
-from kvstore.engine.sessions.stored import Claims, Hold
-from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.engine.sessions.window import OneTurn
+from kvstore.errors import EngineClosedError, KVStoreError, SessionBusyError
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.sharing import Claim, Leasing
 
 LOGGER = logging.getLogger("kvstore.engine")
 R = TypeVar("R")
@@ -232,6 +236,70 @@ class Turn(Generic[R]):
     def _raise_error(self) -> None:
         if self._over.is_set() and self._error is not None:
             raise self._error.with_traceback(self._trace)
+
+
+# -- holding a session ---------------------------------------------------------------------------------------------
+class Hold:
+    """One turn's hold on its session, from `Claims.hold` to `Claims.release`.
+
+    request_key: its Idempotency-Key. owner: None for a caller that blocks. turn: set once it has begun. lease: the
+    right to store it; None where no other server could write. released: completed when the session is free again.
+    """
+
+    def __init__(self, key: SessionKey, request_key: str | None, owner: Turn[Any] | None) -> None:
+        self.key, self.request_key, self.owner = key, request_key, owner
+        self.turn: OneTurn | None = None
+        self.lease: Claim | None = None
+        self.released: Future[None] = Future()
+        self.released.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it for the others
+
+    def is_worth_waiting(self, request_key: str | None) -> bool:
+        """Whether another turn waits for this one's end: it has no reader any more, or it answers the same request."""
+        is_same = request_key is not None and request_key == self.request_key
+        return is_same or (self.owner is not None and self.owner.is_abandoned)
+
+
+class Claims:
+    """All sessions that are held in this process."""
+
+    def __init__(self, leases: Leasing | None) -> None:
+        """leases: see `Sharing`."""
+        self._leases = leases
+        self._holds: dict[SessionKey, Hold] = {}
+        self._lock = threading.Lock()
+
+    def on(self, key: SessionKey) -> Hold | None:
+        return self._holds.get(key)
+
+    def hold(self, key: SessionKey, request_key: str | None = None, owner: Turn[Any] | None = None) -> Hold:
+        """Hold the session until `release`; never waits. Raises SessionBusyError while another turn holds it here."""
+        hold = Hold(key, request_key, owner)
+        with self._lock:
+            if key in self._holds:
+                raise SessionBusyError(f"session {key.session_id} is busy with another turn", param="session_id")
+            self._holds[key] = hold
+        return hold
+
+    def drop(self, hold: Hold) -> None:
+        """Its session was deleted: another turn may have the id from now on."""
+        with self._lock:
+            if self._holds.get(hold.key) is hold:
+                del self._holds[hold.key]
+
+    def release(self, hold: Hold) -> None:
+        self.drop(hold)
+        hold.released.set_result(None)
+
+    def lease(self, hold: Hold) -> None:
+        """Raises SessionBusyError while a turn of the session runs on another server, and RemoteError."""
+        if self._leases is not None:
+            hold.lease = self._leases.acquire(hold.key)
+
+    def give_back(self, hold: Hold) -> None:
+        """The lease; the hold stays."""
+        lease, hold.lease = hold.lease, None
+        if self._leases is not None and lease is not None:
+            self._leases.release(lease)
 
 
 @asynccontextmanager

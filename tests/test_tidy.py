@@ -54,7 +54,7 @@ ARROWS = {  # sub-package: what it may import of its layer
         "process": "core",
         "ranks": "process model core",
         "client": "ranks process model text core",
-        "sessions": "client text core",
+        "sessions": "turns client text core",
     },
     "service": {
         "settings": "",

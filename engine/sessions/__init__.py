@@ -2,10 +2,10 @@
 
 Loads no torch.
 
-- `chat`: a session: send, stream, fork; durable turn by turn; sessions by their ids, and hints that one is needed soon
+- `chat`: a session, and its place in the store: send, stream, fork; durable turn by turn; sessions by their ids, and
+  hints that one is needed soon
 - `recall`: a history's prompt, with the original ids of known answers; recent conversations by keyed digests
-- `stored`: a session's place in the store; which turn holds it; a turn's prompt and its record
-- `window`: what of a session is in the model's window, and how it is truncated
+- `window`: what of a session is in the model's window, and how it is truncated; a turn's prompt and its record
 
 Decisions:
 

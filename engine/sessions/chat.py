@@ -1,4 +1,5 @@
-"""A conversation as exact token ids: each turn's prompt is the ids so far plus what the template adds.
+"""A conversation as exact token ids, and its place in the store: each turn's prompt is the ids so far plus what the
+template adds.
 
 A turn is durable before its last piece is yielded. When the window is full, the oldest turns are dropped, and the KV of
 the rest is spliced (see `engine/sessions/window.py`). `Chats` opens sessions by their ids, so that callers share one
@@ -7,88 +8,77 @@ object per session. Knows no engine: a `CoreClient` computes.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.client.messages import Forget, Prefetch
+from kvstore.engine.client.messages import Forget, Pin, Prefetch
 from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.stored import (
-    Claims,
-    Hold,
-    OneTurn,
-    StoredSession,
-    lineage_of,
-    record_of_truncation,
-    window_of,
-)
-from kvstore.engine.sessions.window import Window, spliced_blocks
+from kvstore.engine.sessions.window import OneTurn, Window, lineage_of, spliced_blocks
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, Language, ToolsGiven, options_of
 from kvstore.engine.text.prompts import (
     check_length,
-    check_messages,
     check_owner,
+    check_results,
     check_text,
     check_truncation,
     checked_turn,
-    is_conversation,
+    messages_of,
 )
+from kvstore.engine.turns import Claims, Hold
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
+    EngineOverloadedError,
     RequestError,
     SessionBusyError,
+    SessionExistsError,
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
+from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
+from kvstore.sessions.sharing import Claim
 from kvstore.sessions.store import SessionStore
 
 Recalled = Callable[[list[Message]], list[int]]
 FORGET_S = 2.0  # to wait for unneeded blocks to be deleted; otherwise they age out
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What all sessions of an engine share. reopened: opens a session with these truncation settings, after its object
-    was dropped.
-    """
-
-    client: CoreClient
-    language: Language
-    sessions: SessionStore
-    claims: Claims
-    reopened: Callable[[SessionKey, str, str], ChatSession]
-
-
 class ChatSession:
-    """One conversation; made by `Engine.chat`. One turn at a time.
+    """One conversation; made by `Engine.chat`. One turn at a time. Other servers may have stored more turns of it.
 
     last: the last turn's output. truncation, truncation_reuse: see `Engine.chat`. window: the transcript, and the part
-    of it that the model sees. stored: the session in the store. storing: held while a turn begins, while it is stored,
-    and while the session is deleted. life: the core's life when this object was made; a later core knows nothing of it.
+    of it that the model sees. chats: what all sessions of an engine share. storing: held while a turn begins, while it
+    is stored, and while the session is deleted. life: the core's life when this object was made; a later core knows
+    nothing of it.
+
+    number: the store's own for it; None until the first turn is stored. num_turns: that are stored, as far as known
+    here. truncated_tokens: dropped from the window by these. updated_s: when the last of them was stored.
     """
 
-    def __init__(self, means: Means, key: SessionKey, system: str | None, state: SessionState | None) -> None:
+    def __init__(self, chats: Chats, key: SessionKey, system: str | None, state: SessionState | None) -> None:
         self.key = key
         self.session_id, self.tenant = key.session_id, key.tenant
         self.last: RequestOutput | None = None
         self.truncation, self.truncation_reuse = "auto", "reencode"
-        self.means, self.life = means, means.client.life
-        self.stored = StoredSession(means.sessions, means.client, key, state)
+        self.chats, self.life = chats, chats.client.life
         self.storing = threading.Lock()
+        self.number: int | None = None
+        self.num_turns = self.truncated_tokens = 0
+        self.updated_s = 0.0
+        self.is_deleted = False
+        self._expires_s: float | None = None  # as the core was told
+        first: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.window = Window(first, list(first), 0, [], [], Lineage(chats.client.facts.root(key.tenant)))
         if state is not None:
-            self.window = window_of(state, means.client)
-        else:
-            first: list[Message] = [{"role": "system", "content": system}] if system else []
-            self.window = Window(first, list(first), 0, [], [], Lineage(means.client.facts.root(key.tenant)))
+            self._adopt(state)
 
     def __dir__(self) -> list[str]:
         public = "fork is_busy keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
@@ -115,19 +105,9 @@ class ChatSession:
         return self.window.token_ids
 
     @property
-    def num_turns(self) -> int:
-        """The number of stored turns."""
-        return self.stored.num_turns
-
-    @property
-    def truncated_tokens(self) -> int:
-        """Tokens dropped to stay within the window."""
-        return self.stored.truncated_tokens
-
-    @property
     def is_busy(self) -> bool:
         """Whether a turn runs."""
-        return self.means.claims.on(self.key) is not None
+        return self.chats.claims.on(self.key) is not None
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def send(
@@ -160,8 +140,8 @@ class ChatSession:
 
     def check(self, messages: Sequence[Message], params: SamplingParams) -> list[Message]:
         """See `checked_turn`. Only a session without turns takes a history."""
-        tokenizer = self.means.language.tokenizer
-        return checked_turn(messages, params, tokenizer, self.means.client.facts.max_request_tokens)
+        tokenizer = self.chats.language.tokenizer
+        return checked_turn(messages, params, tokenizer, self.chats.client.facts.max_request_tokens)
 
     def begin(
         self, hold: Hold, messages: Sequence[Message], params: SamplingParams, listener: Listener | None = None,
@@ -180,7 +160,7 @@ class ChatSession:
             if after_turn not in (None, self.num_turns):
                 raise SessionBusyError(f"session {self.session_id} has gone on since turn {after_turn}")
             with self.storing:
-                if self.stored.is_deleted:
+                if self.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
                 turn = hold.turn = self._submit(messages, params, hold.request_key, listener, options, recall)
@@ -189,18 +169,17 @@ class ChatSession:
 
     def _lease(self, hold: Hold, undo: ExitStack) -> None:
         """Keep other servers from writing, and read what they have stored since the last turn. Raises as `begin`."""
-        claims = self.means.claims
+        claims = self.chats.claims
         claims.lease(hold)
         undo.callback(claims.give_back, hold)
-        state = None if hold.lease is None else self.stored.catch_up(hold.request_key)
-        if state is not None:
-            self.window = window_of(state, self.means.client)
+        if hold.lease is not None:
+            self.catch_up(hold.request_key)
 
     def _submit(
         self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None,
         options: AnswerOptions, recall: Recalled | None,
     ) -> OneTurn:  # fmt: skip
-        before, client, language = self.window, self.means.client, self.means.language
+        before, client, language = self.window, self.chats.client, self.chats.language
         old = max((i for i, m in enumerate(said) if m["role"] in ("system", "assistant")), default=-1) + 1
         if old:
             if self.num_turns:
@@ -218,7 +197,7 @@ class ChatSession:
             handle = client.submit(
                 following.prompt, language.constrained(params, options), self.tenant,
                 spliced=(following.chain, following.lineage), listener=listener, turn_starts=starts,
-                parser=language.parser(options), earlier=before.had_of(following, template, new, self.stored.updated_s),
+                parser=language.parser(options), earlier=before.had_of(following, template, new, self.updated_s),
             )  # fmt: skip
         except Exception:
             _forget(client, following.spliced_blocks(before.lineage))
@@ -230,11 +209,11 @@ class ChatSession:
 
         A turn that failed, said nothing or is not to be kept is not stored. Raises as `send`.
         """
-        client, turn, record = self.means.client, hold.turn, None
+        client, turn, record = self.chats.client, hold.turn, None
         assert turn is not None
         output = turn.handle.output
         with ExitStack() as leased:
-            leased.callback(self.means.claims.give_back, hold)
+            leased.callback(self.chats.claims.give_back, hold)
             client.abort(turn.handle)
             turn.explain(client.facts.block_size)
             with self.storing:  # a deletion that has ended the turn marks the session before it leaves this
@@ -245,30 +224,89 @@ class ChatSession:
                     record = self._commit(hold, turn) if output.token_ids else None
             finally:
                 is_stored = record is not None
-                is_deleted = not is_stored and self.stored.check_deleted()
+                is_deleted = not is_stored and self.check_deleted()
                 _forget(client, turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size))
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
         """Add the turn to the conversation. Waits for the disk."""
-        means = self.means
+        client, language = self.chats.client, self.chats.language
         with self.storing:
-            if self.stored.is_deleted:
+            if self.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
-            language = means.language
-            after = turn.after(language.tokenizer, language.chat_template(), means.client.facts.block_size)
+            after = turn.after(language.tokenizer, language.chat_template(), client.facts.block_size)
             record = turn.record(self.num_turns + 1, after)
-            self.stored.commit(record, after.chain, hold.lease)
-            self.window = after
+            self.store(record, after, hold.lease)
             return record
+
+    # -- in the store ------------------------------------------------------------------------------------------------
+    def _adopt(self, state: SessionState) -> None:
+        self.number, self.num_turns, self.truncated_tokens = state.head.number, state.turn, state.truncated_tokens
+        self.updated_s, self.window = state.head.updated_s, Window.of(state, self.chats.client)
+
+    def is_at(self, head: SessionHead) -> bool:
+        """Whether the head is this session's, and all its turns are known here."""
+        return not self.is_deleted and self.number == head.number and self.num_turns == head.num_turns
+
+    def catch_up(self, idempotency_key: str | None) -> None:
+        """Read what other servers have stored since.
+
+        Raises SessionBusyError when one of them has answered the request of this key.
+        """
+        sessions = self.chats.sessions
+        head = sessions.head(self.key)
+        if head is None:
+            self.is_deleted = self.is_deleted or self.number is not None
+        if head is None or self.is_at(head):
+            return
+        if idempotency_key is not None and sessions.turn_of_request(self.key, idempotency_key) is not None:
+            answered = f"session {self.session_id} has just answered this request; ask again"
+            raise SessionBusyError(answered, retry_after_s=0)
+        if (state := sessions.load(self.key)) is not None:
+            self._adopt(state)
+
+    def check_deleted(self) -> bool:
+        """Whether it was deleted, perhaps by somebody who did not know this object."""
+        if not self.is_deleted and self.number is not None:
+            with suppress(StoreError):
+                head = self.chats.sessions.head(self.key)
+                self.is_deleted = head is None or head.number != self.number
+        return self.is_deleted
+
+    def store(self, turn: TurnRecord, after: Window, lease: Claim | None) -> None:
+        """Store the next turn, durable on return. after: the window with it."""
+        facts, sessions = self.chats.client.facts, self.chats.sessions
+        head = sessions.commit_turn(self.key, turn, facts.fingerprint, facts.model_name, self.number, lease).wait()
+        self.number, self.updated_s = head.number, head.updated_s
+        self.num_turns += 1
+        self.truncated_tokens += turn.truncated_tokens
+        self.window = after
+        self._tell_expiry(head)
+
+    def _tell_expiry(self, head: SessionHead) -> None:
+        """The core evicts the KV of an expired session before others'. If it takes nothing now, it is told after the
+        next turn: this one is stored.
+        """
+        if head.expires_s != self._expires_s:
+            with suppress(EngineOverloadedError, EngineClosedError, EngineDiedError):
+                until_s = math.inf if head.expires_s is None else head.expires_s
+                self.chats.client.call(Pin(self.window.chain, expires_s=until_s))
+                self._expires_s = head.expires_s
 
     # -- the whole session -------------------------------------------------------------------------------------------
     def fork(self, session_id: str, turn: int | None = None) -> ChatSession:
         """A new session of this id with turns 1 to `turn` (None: all) of this one; they share their KV.
 
-        Raises RequestError for a bad id, StoreError when it is taken or there is no such turn.
+        Raises RequestError for a bad id, if it is taken, or if there is no such turn.
         """
-        return self.means.reopened(self.stored.fork(session_id, turn), self.truncation, self.truncation_reuse)
+        if self.num_turns == 0 or (turn is not None and not 1 <= turn <= self.num_turns):
+            raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
+        chats, key = self.chats, SessionKey(self.tenant, session_id)
+        if chats.sessions.exists(key):
+            raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
+        chats.sessions.fork(self.key, turn, key).wait()
+        chats.drop(key)
+        return chats.open(key, None, self.truncation, self.truncation_reuse)
 
     def keep_last(self, num_turns: int, hold: Hold | None = None) -> TurnRecord | None:
         """Remove all but the last turns from the window now; the transcript stays. Durable on return.
@@ -277,80 +315,66 @@ class ChatSession:
         hold: the caller's, if it holds the session already. Raises SessionBusyError while a turn runs,
         SessionNotFoundError when the session was deleted.
         """
-        client = self.means.client
+        client = self.chats.client
         with ExitStack() as leased:
             if hold is None:
-                hold = self.means.claims.hold(self.key)
-                leased.callback(self.means.claims.release, hold)
+                hold = self.chats.claims.hold(self.key)
+                leased.callback(self.chats.claims.release, hold)
             self._lease(hold, leased)
             with self.storing:
-                if self.stored.is_deleted or self.stored.number is None:
+                if self.is_deleted or self.number is None:
                     raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
                 before = self.window
                 after = before.last(num_turns, client, self.tenant, self.truncation_reuse)
                 if after is None:
-                    self.means.sessions.confirm()
+                    self.chats.sessions.confirm()
                     return None
-                record = record_of_truncation(self.num_turns + 1, before, after, self.means.language.chat_template())
+                num_tokens = len(before.token_ids) - after.num_tokens(self.chats.language.chat_template())
+                record = after.record(
+                    self.num_turns + 1, (), truncated_tokens=max(0, num_tokens), finish_reason="truncated"
+                )
                 try:
-                    self.stored.commit(record, after.chain, hold.lease)
+                    self.store(record, after, hold.lease)
                 except Exception:
                     _forget(client, spliced_blocks(after.chain, after.lineage, before.lineage))
                     raise
-                self.window = after
                 return record
 
     def set_ttl(self, ttl_s: float | None) -> None:
         """Let the session expire this many seconds after its last turn; None keeps it. Needs a first turn."""
-        self.stored.set_ttl(ttl_s, self.window.chain)
+        if self.number is None:
+            raise RequestError("the session has no turn yet", param="ttl_s")
+        self._tell_expiry(self.chats.sessions.set_ttl(self.key, ttl_s).wait())
 
     @contextmanager
     def ending(self) -> Iterator[None]:
         """In this context the session can be deleted: its turn has ended, none begins, and none is stored."""
         with self.storing:
-            hold = self.means.claims.on(self.key)
+            hold = self.chats.claims.on(self.key)
             if hold is not None and hold.turn is not None:
-                self.means.client.abort(hold.turn.handle)
+                self.chats.client.abort(hold.turn.handle)
             yield
 
     def mark_deleted(self) -> Sequence[BlockId]:
         """Call this inside `ending`. Returns the blocks of the turn that was running, which will not be stored."""
-        self.stored.is_deleted = True
-        hold, block_size = self.means.claims.on(self.key), self.means.client.facts.block_size
+        self.is_deleted = True
+        hold, block_size = self.chats.claims.on(self.key), self.chats.client.facts.block_size
         if hold is None or hold.turn is None:
             return ()
-        self.means.claims.drop(hold)
+        self.chats.claims.drop(hold)
         return hold.turn.unneeded_blocks(is_stored=False, is_deleted=True, block_size=block_size)
-
-
-def messages_of(said: str | Sequence[Message]) -> Sequence[Message]:
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    if not is_conversation(said):
-        raise RequestError(f"the message is {said!r}; give a text, or a list of messages", param="messages")
-    check_messages(said)
-    return said
-
-
-def check_results(said: Sequence[Message], before: Sequence[Message]) -> None:
-    """Raises RequestError for results of calls that the last answer has not made."""
-    called = [call["id"] for call in (before[-1].get("tool_calls") or () if before else ())]
-    for message in said:
-        if message["role"] == "tool" and message.get("tool_call_id") not in called:
-            wrong = f"tool_call_id is {str(message.get('tool_call_id'))[:80]!r}, which is no call of the last answer"
-            raise RequestError(wrong, param="messages")
 
 
 def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams, options: AnswerOptions) -> Iterator[Piece]:
     """One turn; its last piece is held back until the turn is durable."""
     final: Piece | None = None
-    claims = chat.means.claims
+    claims = chat.chats.claims
     hold = claims.hold(chat.key)
     with ExitStack() as held:
         held.callback(claims.release, hold)
         turn = chat.begin(hold, said, params, options=options)
         held.callback(chat.end, hold)
-        for piece in chat.means.client.stream(turn.handle):
+        for piece in chat.chats.client.stream(turn.handle):
             if piece.finish_reason is None:
                 yield piece
             else:
@@ -367,8 +391,6 @@ def _forget(client: CoreClient, block_ids: Sequence[BlockId]) -> None:
 
 
 MAX_KEPT = 256
-
-
 MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each
 
 
@@ -414,14 +436,14 @@ class Chats:
             if chat is None:
                 if not is_new and self.sessions.head(key) != (None if state is None else state.head):
                     state = self.sessions.load(key)  # it may have changed since
-                chat = self.known[key] = ChatSession(self._means(), key, system, state)
+                chat = self.known[key] = ChatSession(self, key, system, state)
             chat.set_truncation(truncation, truncation_reuse)
             return chat
 
     def get(self, key: SessionKey) -> ChatSession | None:
         """The object in use. None if there is none, if the core has restarted since, or if the session was deleted."""
         chat = self.known.get(key)
-        return chat if chat is not None and chat.life == self.client.life and not chat.stored.is_deleted else None
+        return chat if chat is not None and chat.life == self.client.life and not chat.is_deleted else None
 
     def keep(self, chat: ChatSession) -> None:
         """Keep the object in memory for its next turn, as one of those used last."""
@@ -442,14 +464,6 @@ class Chats:
         with self.lock:
             self.known.pop(key, None)
             self._let_go(key)
-
-    def _means(self) -> Means:
-        self.language.chat_template()
-        return Means(self.client, self.language, self.sessions, self.claims, self._reopened)
-
-    def _reopened(self, key: SessionKey, truncation: str, truncation_reuse: str) -> ChatSession:
-        self.drop(key)
-        return self.open(key, None, truncation, truncation_reuse)
 
     def prefetch(self, session_id: str, tenant: str) -> None:
         """See `Engine.prefetch`."""

@@ -1,22 +1,27 @@
-"""The part of a conversation that is in the model's window, and the prompt of its next turn: longer, or truncated.
+"""The part of a conversation that is in the model's window, and its next turn: the prompt, and what the turn leaves.
 
 Truncation cuts at turn boundaries in id space: the rest keeps its exact ids, and its KV by a splice.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
+
+from msgspec import structs
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Splice
-from kvstore.engine.client.requests import CoreClient
-from kvstore.engine.outputs import Earlier
+from kvstore.engine.client.requests import CoreClient, Handle
+from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, had_by_other_weights
+from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
 from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.language import answer_ids
+from kvstore.sessions.record import SessionState, TurnRecord
 
 # Where in the ids of a turn, which its answer ends, the reasoning of that is; see `Language.thought_in`.
 FindThought: TypeAlias = Callable[[Sequence[int], Message, str], tuple[int, int] | None]
@@ -74,6 +79,29 @@ class Window:
     turn_starts: list[int] = field(default_factory=list)
     options: bytes = b""
     num_foreign: int = 0
+
+    @classmethod
+    def of(cls, state: SessionState, client: CoreClient) -> Window:
+        """Of a stored session. Another model's ids are dropped, so that the transcript is tokenized again."""
+        head, root = state.head, client.facts.root(state.head.key.tenant)
+        system, num_dropped = [dict(message) for message in head.system], state.num_dropped_messages
+        if head.fingerprint != client.facts.fingerprint:
+            num_foreign = len(state.token_ids)
+            return cls(system, state.messages, num_dropped, [], [], Lineage(root), num_foreign=num_foreign)
+        return cls(
+            system, state.messages, num_dropped, state.token_ids, state.chain, lineage_of(state, root),
+            list(state.turn_starts), state.options,
+        )  # fmt: skip
+
+    def record(self, number: int, messages: Sequence[Message], since: Window | None = None, **more: Any) -> TurnRecord:
+        """What is stored of a turn that ends so: the ids that come after those of `since`; all of them without that."""
+        num_ids, num_blocks = (0, 0) if since is None else (len(since.token_ids), len(since.chain))
+        return TurnRecord(
+            number=number, messages=messages, token_ids=self.token_ids[num_ids:], chain=self.chain[num_blocks:],
+            base="rebase" if since is None else "append", first_reencoded=self.lineage.splice_index,
+            splice_parent=self.lineage.splice_parent, splice_end=self.lineage.splice_end, turn_starts=self.turn_starts,
+            num_dropped_messages=self.num_dropped, created_s=time.time(), options=self.options, **more,
+        )  # fmt: skip
 
     @property
     def shown(self) -> list[Message]:
@@ -297,3 +325,98 @@ class Window:
             return replace(turn, chain=self.chain[:num_whole], lineage=self.lineage)
         spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, turn.spans, tenant))
         return turn if spliced is None else replace(turn, chain=spliced[0], lineage=spliced[1])
+
+
+def lineage_of(state: SessionState, root: BlockId) -> Lineage:
+    """The lineage of a stored session's chain."""
+    if state.first_reencoded is None:
+        return Lineage(root)
+    return Lineage(root, state.first_reencoded, state.splice_parent, state.splice_end)
+
+
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """A running turn.
+
+    before: the conversation so far, with the history that a first turn may bring. said: what it adds: the user's
+    message, or results of tools. next: the prompt. handle: the request's. template: which made the prompt.
+    """
+
+    before: Window
+    said: Sequence[Message]
+    next: NextTurn
+    handle: Handle
+    idempotency_key: str | None = None
+    template: ChatTemplate | None = None
+
+    def explain(self, block_size: int) -> None:
+        """Say in its usage what became of thinking, and why it has computed what an earlier turn had, if it has."""
+        output = self.handle.output
+        output.usage = replace(output.usage, thinking=self.next.thinking)
+        if self.template is not None and self.handle.has_missed(block_size):
+            shown = [*self.before.kept(self.next.num_dropped), *self.said]
+            prompt = MadePrompt(output.prompt_token_ids, shown, self.template)
+            output.usage = replace(output.usage, miss=explained(self.handle, prompt, block_size))
+
+    @property
+    def lineage(self) -> Lineage:
+        """What its chain is built on. The splice was given up where reused KV was missing."""
+        return self.handle.lineage or self.next.lineage
+
+    def after(self, tokenizer: Any, template: ChatTemplate, block_size: int) -> Window:
+        """The conversation with this turn: text for people, ids for the next prompt."""
+        output, lineage = self.handle.output, self.lineage
+        said_ids = answer_ids(tokenizer, template, output.prompt_token_ids, output.choices[0])
+        token_ids = [*output.prompt_token_ids, *said_ids]
+        chain = list(self.next.chain) if lineage == self.next.lineage else []
+        extend_chain(chain, lineage.root, token_ids, block_size)
+        messages = [*self.before.messages, *self.said, output.choices[0].message]
+        return Window(
+            self.before.system, messages, self.next.num_dropped, token_ids, chain, lineage, self.next.turn_starts,
+            self.next.options,
+        )  # fmt: skip
+
+    def record(self, number: int, after: Window) -> TurnRecord:
+        """What is stored of it: the ids that it adds, or all ids if they do not continue those before."""
+        output, is_next = self.handle.output, not self.next.rebase and after.lineage == self.before.lineage
+        return after.record(
+            number, after.messages if number == 1 else after.messages[-len(self.said) - 1 :],
+            self.before if is_next else None, truncated_tokens=self.next.truncated_tokens,
+            finish_reason=output.finish_reason or "", usage=_usage(output),
+            miss=None if output.usage.miss is None else structs.asdict(output.usage.miss),
+            idempotency_key=self.idempotency_key,
+        )  # fmt: skip
+
+    def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int) -> Sequence[BlockId]:
+        """Blocks that nothing refers to once the turn has ended. is_deleted: its session was deleted before it was
+        stored.
+        """
+        before, spliced = self.before, self.next.spliced_blocks
+        if is_stored:
+            return spliced(before.lineage, self.lineage)
+        return [*(self._own_blocks(block_size) if is_deleted else ()), *spliced(before.lineage)]
+
+    def _own_blocks(self, block_size: int) -> Sequence[BlockId]:
+        """Blocks of this turn alone, not of earlier turns or the system prompt."""
+        known, chain = self.before.chain, self.handle.chain
+        first = self.next.turn_starts[0] // block_size if self.next.turn_starts else 0
+        while first < min(len(known), len(chain)) and known[first] == chain[first]:
+            first += 1
+        return chain[first:]
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    """Counts of tokens, and known times in microseconds."""
+    usage, times = output.usage, asdict(output.timings)
+    capped = {} if usage.capped_max_tokens is None else {"capped_max_tokens": usage.capped_max_tokens}
+    thinking = {} if usage.thinking is None else {"thinking_dropped": int(usage.thinking == "dropped")}
+    return {
+        **capped,
+        **thinking,
+        **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
+        **asdict(usage.cached_tokens_details),
+    }

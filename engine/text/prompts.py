@@ -204,6 +204,24 @@ def _comes_before(message: Message, other: Message, order: Mapping[str, int]) ->
     return places[0] < places[1]
 
 
+def messages_of(said: str | Sequence[Message]) -> Sequence[Message]:
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if not is_conversation(said):
+        raise RequestError(f"the message is {said!r}; give a text, or a list of messages", param="messages")
+    check_messages(said)
+    return said
+
+
+def check_results(said: Sequence[Message], before: Sequence[Message]) -> None:
+    """Raises RequestError for results of calls that the last answer has not made."""
+    called = [call["id"] for call in (before[-1].get("tool_calls") or () if before else ())]
+    for message in said:
+        if message["role"] == "tool" and message.get("tool_call_id") not in called:
+            wrong = f"tool_call_id is {str(message.get('tool_call_id'))[:80]!r}, which is no call of the last answer"
+            raise RequestError(wrong, param="messages")
+
+
 def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
     """Raises RequestError unless tenant and salt are texts and the priority is a whole number."""
     for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):

@@ -17,8 +17,7 @@ from aiohttp import web
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.sessions.stored import Claims
-from kvstore.engine.turns import Turn
+from kvstore.engine.turns import Claims, Turn
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.traces import Traces
 from kvstore.service.http.access import Access

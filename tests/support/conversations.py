@@ -31,15 +31,15 @@ def fill(chat: ChatSession) -> None:
     chat.truncation = "disabled"
     while True:
         asked = (
-            chat.means.client,
-            chat.means.language.chat_template(),
+            chat.chats.client,
+            chat.chats.language.chat_template(),
             [{"role": "user", "content": LONG}],
             PARAMS,
             "",
             "disabled",
             "reencode",
         )
-        if len(chat.window.next_turn(*asked).prompt) + PARAMS.max_tokens > chat.means.client.facts.max_request_tokens:
+        if len(chat.window.next_turn(*asked).prompt) + PARAMS.max_tokens > chat.chats.client.facts.max_request_tokens:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
     chat.truncation = "auto"

@@ -13,10 +13,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from kvstore.engine.sessions.stored import Hold
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of
-from kvstore.engine.turns import held
+from kvstore.engine.turns import Hold, held
 from kvstore.errors import SessionNotFoundError
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of

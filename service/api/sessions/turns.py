@@ -19,11 +19,11 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import CachedTokensDetails, Miss, Piece, RequestOutput, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.stored import Hold, OneTurn
+from kvstore.engine.sessions.window import OneTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.prompts import num_chars_of, texts_of
-from kvstore.engine.turns import Turn, held
+from kvstore.engine.turns import Hold, Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.exchange import Context, Exchange, tenant_of
 from kvstore.service.api.schema import check_chars_of
@@ -168,7 +168,7 @@ async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult
             record = chat.end(hold, keep=not turn.is_abandoned)
             begun.handle.raise_error()
         except StoreError:
-            if chat.stored.is_deleted:
+            if chat.is_deleted:
                 raise unknown_session(wanted.session_id) from None
             raise
         is_stored = record is not None
@@ -197,7 +197,7 @@ def _settled(
 ) -> TurnResult:  # fmt: skip
     """What came of a turn. Its session's lifetime is stored, and the answer noted, for stateless clients to quote."""
     if record is None:
-        if chat.stored.is_deleted:
+        if chat.is_deleted:
             raise unknown_session(wanted.session_id)
         if not is_stopped:
             raise unavailable("the request was ended by the server", "aborted", 1)
@@ -209,12 +209,12 @@ def _settled(
         chat.set_ttl(ttl)
     with suppress(StoreError):  # the note only saves work
         context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id, wanted.options)
-        if chat.stored.is_deleted:  # its deletion may have come before the note
+        if chat.is_deleted:  # its deletion may have come before the note
             context.recall.forget_session(chat.tenant, chat.session_id)
     if wanted.pin_s is not None:
         with suppress(KVStoreError):  # the turn is stored without it
             context.engine.engine.admin.pin(wanted.session_id, wanted.pin_s, wanted.tenant)
-    if not chat.stored.is_deleted:
+    if not chat.is_deleted:
         context.engine.engine.chats.keep(chat)
     return result_of(wanted.session_id, record)
 
@@ -240,7 +240,7 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
     known = engine.chats.get(key)
-    if known is not None and known.stored.is_at(head):
+    if known is not None and known.is_at(head):
         known.set_truncation(wanted.truncation, wanted.truncation_reuse)
         return known
     if known is not None:

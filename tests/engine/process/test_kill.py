@@ -106,7 +106,7 @@ def test_the_owners_socket_is_answered_by_the_front(shared):
     assert ask(path, "evict", {"all": True}, 60)["tiers"]["disk"]["blocks"] > 0
     assert ask(path, "verify", {}, 60)["sessions"]["problems"] == []
     found = ask(path, "sessions.delete", {"session": {"session_id": "asked"}}, 60)
-    assert found["deleted"] and chat.stored.is_deleted and engine.chat("asked").num_turns == 0
+    assert found["deleted"] and chat.is_deleted and engine.chat("asked").num_turns == 0
 
 
 def test_a_process_that_cannot_be_understood_is_ended_and_started_again(shared, monkeypatch, caplog):

@@ -106,7 +106,7 @@ def test_sessions_are_found_again_per_tenant(engine):
 
 def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
     tokenizer = engine.tokenizer
-    original = tokenizer.chat_template
+    original, language = tokenizer.chat_template, engine.chats.language
     rewriting = (
         "{% for m in messages %}{{ '<|' + m.role + '|> ' + (m.content if loop.last else m.content[:3]) + '<|end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -117,12 +117,12 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
         messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
         assert template.next_ids([1, 2, 3], messages, "hello") is None
         chat = engine.chat("eleven")
-        chat.means = replace(chat.means, language=replace(chat.means.language, template=template))
+        engine.chats.language = replace(language, template=template)
         chat.send("Hello there", PARAMS)
         out = chat.send("And again", PARAMS)
         assert tokenizer.decode(out.prompt_token_ids).startswith("<|user|> Hel<|end|><|assistant|> ")
     finally:
-        tokenizer.chat_template = original
+        tokenizer.chat_template, engine.chats.language = original, language
 
 
 def test_a_model_without_a_template_says_so(tmp_path):

@@ -256,10 +256,10 @@ def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine
     assert engine.chat("one") is chat
     fresh_admin(engine).expire()
     list(stream)
-    assert chat.num_turns == 2 and not chat.stored.is_deleted
+    assert chat.num_turns == 2 and not chat.is_deleted
     time.sleep(0.01)
     fresh_admin(engine).expire()
-    assert chat.stored.is_deleted and not engine.sessions.exists(chat.key)
+    assert chat.is_deleted and not engine.sessions.exists(chat.key)
     assert engine.chat("one").num_turns == 0
 
 

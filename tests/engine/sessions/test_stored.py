@@ -10,8 +10,9 @@ from kvstore.blocks.ids import Lineage, extend_chain
 from kvstore.engine.client.messages import Pin
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
-from kvstore.engine.sessions.stored import Claims, OneTurn, StoredSession, lineage_of, window_of
-from kvstore.engine.sessions.window import NextTurn, Window
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.window import NextTurn, OneTurn, Window, lineage_of
+from kvstore.engine.turns import Claims
 from kvstore.errors import (
     EngineOverloadedError,
     RemoteError,
@@ -41,7 +42,7 @@ class CoreOfNothing:
         self.facts = SimpleNamespace(
             fingerprint=fingerprint, model_name="a model", root=lambda tenant: tenant.encode().ljust(32)
         )
-        self.told, self.is_overloaded = [], False
+        self.told, self.is_overloaded, self.life = [], False, 0
 
     def call(self, verb):
         if self.is_overloaded:
@@ -62,15 +63,25 @@ def core():
     return CoreOfNothing()
 
 
+def session_of(sessions, core, state=None):
+    chats = SimpleNamespace(sessions=sessions, client=core, drop=lambda key: None, open=lambda key, *_: key)
+    return ChatSession(chats, KEY, None, state)
+
+
 @pytest.fixture
 def one(sessions, core):
-    return StoredSession(sessions, core, KEY, None)
+    return session_of(sessions, core)
 
 
 def commit(session, *numbers, **changes):
     for number in numbers:
         record = make_turn("red", number, **changes)
-        session.commit(record, record.chain, None)
+        session.store(record, Window([], [], 0, [], record.chain, ROOT), None)
+
+
+def set_ttl(session, ttl_s, chain):
+    session.window.chain = chain
+    session.set_ttl(ttl_s)
 
 
 def test_turns_are_counted_and_stored_with_the_model(one, sessions):
@@ -79,7 +90,7 @@ def test_turns_are_counted_and_stored_with_the_model(one, sessions):
     head = sessions.head(KEY)
     assert (one.number, one.num_turns, one.truncated_tokens) == (head.number, 6, 7)  # the fifth truncates
     assert (head.fingerprint, head.model) == (FINGERPRINT, "a model")
-    again = StoredSession(sessions, CoreOfNothing(), KEY, sessions.load(KEY))
+    again = session_of(sessions, CoreOfNothing(), sessions.load(KEY))
     assert (again.number, again.num_turns, again.truncated_tokens) == (one.number, 6, 7)
     assert again.is_at(head) and one.is_at(head)
 
@@ -93,19 +104,20 @@ def test_a_turn_of_a_session_that_was_deleted_meanwhile_is_refused(one, sessions
 
 
 def test_what_another_server_has_stored_is_read(one, sessions, core):
-    assert one.catch_up(None) is None, "there is nothing yet, and nothing was deleted"
-    assert not one.is_deleted
-    other = StoredSession(sessions, core, KEY, None)
+    one.catch_up(None)
+    assert (one.num_turns, one.is_deleted) == (0, False), "there is nothing yet, and nothing was deleted"
+    other = session_of(sessions, core)
     commit(other, 1, 2)
-    state = one.catch_up("another request")
-    assert (state.turn, one.num_turns, one.number) == (2, 2, other.number)
-    assert one.catch_up("request 2") is None, "nothing has come since"
+    one.catch_up("another request")
+    assert (one.num_turns, one.number, one.token_ids) == (2, other.number, sessions.load(KEY).token_ids)
+    one.catch_up("request 2")  # nothing has come since
     commit(other, 3)
     assert not one.is_at(sessions.head(KEY))
     with pytest.raises(SessionBusyError, match="session red has just answered this request"):
         one.catch_up("request 3")
     assert one.num_turns == 2
-    assert one.catch_up(None).turn == 3
+    one.catch_up(None)
+    assert one.num_turns == 3
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -115,7 +127,7 @@ def test_a_deletion_by_another_server_is_seen(one, sessions, core, comes_back):
     assert one.check_deleted() is False
     sessions.delete(KEY).wait()
     if comes_back:
-        commit(StoredSession(sessions, core, KEY, None), 1)
+        commit(session_of(sessions, core), 1)
     assert one.check_deleted() is True and one.is_deleted
     if comes_back:
         assert not one.is_at(sessions.head(KEY))
@@ -124,7 +136,7 @@ def test_a_deletion_by_another_server_is_seen(one, sessions, core, comes_back):
 def test_catching_up_with_a_deletion(one, sessions):
     commit(one, 1)
     sessions.delete(KEY).wait()
-    assert one.catch_up(None) is None
+    one.catch_up(None)
     assert one.is_deleted and one.check_deleted()
 
 
@@ -137,31 +149,31 @@ def test_a_store_that_cannot_be_read_says_nothing_about_a_deletion(one, sessions
 def test_the_core_is_told_when_a_session_expires(one, sessions, core):
     commit(one, 1)
     assert core.told == [], "it does not"
-    one.set_ttl(50, ["chain"])
+    set_ttl(one, 50, ["chain"])
     assert core.told == [(["chain"], sessions.head(KEY).expires_s)]
     core.told.clear()
     commit(one, 2)
     [(chain, at_s)] = core.told
     assert (chain, at_s) == (make_turn("red", 2).chain, sessions.head(KEY).updated_s + 50)
-    one.set_ttl(50, [])
+    set_ttl(one, 50, [])
     assert len(core.told) == 1, "it knows that"
-    one.set_ttl(None, [])
+    set_ttl(one, None, [])
     assert core.told[1:] == [([], math.inf)]
 
 
 def test_a_core_that_takes_nothing_now_is_told_after_the_next_turn(one, sessions, core):
     commit(one, 1)
     core.is_overloaded = True
-    one.set_ttl(50, [])
+    set_ttl(one, 50, [])
     assert core.told == [] and sessions.head(KEY).ttl_s == 50
     core.is_overloaded = False
-    one.set_ttl(50, ["now"])
+    set_ttl(one, 50, ["now"])
     assert core.told == [(["now"], sessions.head(KEY).expires_s)]
 
 
 def test_a_session_without_a_turn_cannot_expire(one):
     with pytest.raises(RequestError, match="has no turn yet") as caught:
-        one.set_ttl(50, [])
+        set_ttl(one, 50, [])
     assert caught.value.param == "ttl_s"
 
 
@@ -199,10 +211,10 @@ def test_the_window_of_a_stored_session_is_of_its_model_alone(one, sessions, cor
     state, root = sessions.load(KEY), core.facts.root("tenant")
     lineage = Lineage(root, 1, b"p" * 32, 2)
     assert lineage_of(state, root) == lineage
-    window = window_of(state, core)
+    window = Window.of(state, core)
     assert (window.token_ids, window.chain, window.lineage) == (state.token_ids, state.chain, lineage)
     assert (window.turn_starts, window.num_dropped, window.system) == ([2, 5], 2, [system])
-    other = window_of(state, CoreOfNothing(b"g" * 32))
+    other = Window.of(state, CoreOfNothing(b"g" * 32))
     assert (other.token_ids, other.chain, other.lineage, other.turn_starts) == ([], [], Lineage(root), [])
     assert (other.messages, other.num_dropped, other.system) == (state.messages, 2, [system])
 

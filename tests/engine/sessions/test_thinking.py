@@ -39,12 +39,12 @@ def engine(request, tmp_path):
 
 def think(chat, said, thinking=None, regex="[a-d]{24}</think>(yes|no)[a-d]{18}"):
     """A turn whose answer reasons. Its prompt as text, and its usage."""
-    is_opened = "<think>" in chat.means.language.template.opening
+    is_opened = "<think>" in chat.chats.language.template.opening
     wanted = StructuredOutputsParams(regex=regex if is_opened else f"<think>{regex}")
     with as_asked():
         output = chat.send(said, SamplingParams(temperature=0, max_tokens=120, structured_outputs=wanted), (), thinking)
     assert output.reasoning and output.finish_reason == "stop"
-    tokenizer = chat.means.language.tokenizer
+    tokenizer = chat.chats.language.tokenizer
     return tokenizer.decode(output.prompt_token_ids), output.usage
 
 
