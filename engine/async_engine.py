@@ -16,13 +16,13 @@ from kvstore.engine.client.requests import Handle, NewParser, no_parser
 from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import NO_EARLIER, Earlier, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.chat import ChatSession, Recalled
 from kvstore.engine.sessions.window import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, ToolsGiven, options_of
 from kvstore.engine.text.prompts import messages_of, num_chars_of, prompt_ids
-from kvstore.engine.turns import Port, Turn, held
+from kvstore.engine.turns import Hold, Port, Turn, held
 from kvstore.sessions.record import TurnRecord
 
 P = ParamSpec("P")
@@ -237,27 +237,56 @@ class AsyncEngine:
         options: AnswerOptions = NO_OPTIONS,
     ) -> Turn[TurnRecord | None]:
         """Queue a turn of a session. Raises as `ChatSession.begin`. Its result is the stored turn, if any."""
-        port, chosen = self.port, params or SamplingParams()
+        chosen = params or SamplingParams()
 
         async def script(turn: Turn[TurnRecord | None]) -> TurnRecord | None:
             async with held(self.engine.chats.claims, chat.key, idempotency_key, turn) as hold:
-
-                def begin() -> OneTurn:
-                    turn.check_wanted()
-                    return chat.begin(hold, chat.check(messages, chosen), chosen, port, options=options)
-
-                rendered = [*messages, *([] if chat.token_ids else chat.messages)]
-                num_chars = num_chars_of(rendered)
-                begun = await self.call_with_text(num_chars, begin)
-                turn.session_id, turn.number = chat.session_id, chat.num_turns + 1
-                try:
-                    await turn.computed(begun.handle)
-                finally:
-                    record = await self.call(chat.end, hold, not turn.is_abandoned)
-                begun.handle.raise_error()
-                return record
+                return await self.computed(
+                    turn, hold, lambda: chat, messages, chosen, lambda _, record, __: record, options=options
+                )
 
         return await self.turn(script).begun()
+
+    async def computed(
+        self, turn: Turn[Any], hold: Hold, opened: Callable[[], ChatSession], messages: Sequence[Message],
+        params: SamplingParams, ended: Callable[[ChatSession, TurnRecord | None, RequestOutput], T],
+        after_turn: int | None = None, options: AnswerOptions = NO_OPTIONS, recall: Recalled | None = None,
+        num_chars: int = 0,
+    ) -> T:  # fmt: skip
+        """The holder's turn of a session, for the script of this turn. after_turn, recall: see `ChatSession.begin`.
+
+        opened: gives the session; it has this number of characters to tokenize. ended: gets the stored turn, if any.
+        Both may wait.
+        """
+        port, chat = self.port, None
+
+        def begin() -> OneTurn | int:
+            """The turn; or the number of characters that it has to encode, where they are many."""
+            nonlocal chat
+            turn.check_wanted()
+            is_opened = chat is not None
+            chat = chat or opened()
+            num_chars = num_chars_of([*messages, *([] if chat.token_ids else chat.messages)])
+            if num_chars > LONG_TEXT_CHARS and not is_opened:
+                return num_chars
+            return chat.begin(hold, chat.check(messages, params), params, port, after_turn, options, recall)
+
+        def end() -> T:
+            assert chat is not None and not isinstance(begun, int)
+            record = chat.end(hold, keep=not turn.is_abandoned)
+            begun.handle.raise_error()
+            return ended(chat, record, begun.handle.output)
+
+        begun = await self.call_with_text(num_chars, begin)
+        if isinstance(begun, int):
+            begun = await self.call_with_text(begun, begin)
+        assert chat is not None and not isinstance(begun, int)
+        turn.session_id, turn.number = chat.session_id, chat.num_turns + 1
+        try:
+            await turn.computed(begun.handle)
+        finally:
+            result = await self.call(end)
+        return result
 
     def turn(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> Turn[R]:
         """Run this script as an answer of the running event loop."""

@@ -17,14 +17,14 @@ from kvstore.service.api.exchange import CONTEXT, EXCHANGE, Context, Exchange, c
 from kvstore.service.api.openai import chat as openai
 from kvstore.service.api.openai import completions, responses
 from kvstore.service.api.schema import sum_usage
-from kvstore.service.api.sessions import chat
 from kvstore.service.api.sessions import routes as sessions
+from kvstore.service.api.sessions import turns
 from kvstore.service.http.errors import ApiError, Handler, ReaderGone, Route, api_error, error_response, unavailable
 from kvstore.service.http.limits import new_request_id
 from kvstore.service.http.logs import log
 
 ROUTES: tuple[Route, ...] = (
-    *health.ROUTES, *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES,
+    *health.ROUTES, *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *turns.ROUTES, *sessions.ROUTES,
     *responses.ROUTES, *messages.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
-from kvstore.engine.outputs import Earlier, RequestOutput
+from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
 from kvstore.engine.text.chat_template import ChatTemplate, Message
@@ -420,3 +420,16 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         "cache_write_tokens": usage.cache_write_tokens,
         **asdict(usage.cached_tokens_details),
     }
+
+
+def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:
+    """Of a stored turn, what `_usage` has made counts of."""
+    counts = turn.usage
+    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
+    thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
+    usage = Usage(
+        counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details, counts.get("capped_max_tokens"),
+        None if turn.miss is None else Miss(**turn.miss), thinking, counts.get("cache_write_tokens", 0),
+    )  # fmt: skip
+    times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
+    return usage, Timings(*(None if us is None else us / 1e6 for us in times))

@@ -17,8 +17,8 @@ import msgspec
 from kvstore.service.api.naming import UNREADABLE, Naming, name_of
 from kvstore.service.api.openai.responses import RESPONSE_ID
 from kvstore.service.api.openai.responses import ROUTE as RESPONSES
-from kvstore.service.api.sessions.chat import ROUTE as CHAT
 from kvstore.service.api.sessions.turns import ID_BYTES
+from kvstore.service.api.sessions.turns import ROUTE as CHAT
 from kvstore.service.http.errors import unavailable
 from kvstore.service.replicas.replica import Head, Whole, refusal
 

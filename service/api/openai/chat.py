@@ -16,8 +16,7 @@ from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answ
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
 from kvstore.service.api.pinning import Breakpoint, pin_s_of
-from kvstore.service.api.sessions.chat import delta_of
-from kvstore.service.api.sessions.turns import TurnResult
+from kvstore.service.api.sessions.turns import TurnResult, delta_of
 from kvstore.service.http.errors import Route, bad_request
 
 PATH = "/v1/chat/completions"

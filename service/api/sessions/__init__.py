@@ -1,8 +1,7 @@
 """`/chat` and `/sessions`: durable conversations.
 
-- `chat`: POST /chat
 - `routes`: list, show, delete, fork, prefetch, pin, truncate, stop
-- `turns`: what a turn of a session does, from its admission to its stored answer
+- `turns`: POST /chat, and what a turn of a session does, from its admission to its stored answer
 
 Decisions:
 

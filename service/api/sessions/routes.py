@@ -21,7 +21,7 @@ from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of
 from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.chat import MessageOut, message_out
+from kvstore.service.api.sessions.turns import MessageOut, message_out
 from kvstore.service.http.errors import Route, bad_request, json_response
 from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
 

@@ -1,38 +1,43 @@
-"""A turn of a session over HTTP: its owner, whether it is a retry, and the answer as it comes.
+"""A turn of a session over HTTP: POST /chat, in its own words, and what every route needs that asks for a turn.
 
-Knows no route, and none of the routes' bodies and events.
+That is its owner, whether it is a retry, and the answer as it comes. Knows no other route.
 """
 
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.async_engine import LONG_TEXT_CHARS
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import CachedTokensDetails, Miss, Piece, RequestOutput, Timings, Usage, events_of
+from kvstore.engine.outputs import AnswerEvent, Piece, RequestOutput, TextDelta, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.window import OneTurn
+from kvstore.engine.sessions.window import usage_of
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import num_chars_of, texts_of
+from kvstore.engine.text.prompts import check_truncation, texts_of
 from kvstore.engine.turns import Hold, Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
-from kvstore.service.api.exchange import Context, Exchange, tenant_of
-from kvstore.service.api.schema import check_chars_of
-from kvstore.service.http.errors import ApiError, bad_request, unavailable
+from kvstore.service.api import schema
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer, tenant_of
+from kvstore.service.http.errors import ApiError, Route, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ID_BYTES = 16  # of a session's id, which is hexadecimal: it can stand in a command line
 MAX_REQUEST_KEY = 255
 NEW_SESSION = "X-New-Session"
+ROUTE = "/chat"
+DEFAULT_TEMPERATURE = 0.7  # where neither the request nor the model's authors name one
+MAX_TTL_S = 100 * 365 * 86400
+_WHOLE = "a session has whole turns; /v1/chat/completions goes on with a message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +93,9 @@ class TurnResult:
 
 
 def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
-    counts = turn.usage
-    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
-    num_prompt, num_completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
-    miss = None if turn.miss is None else Miss(**turn.miss)
-    thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
-    num_written = counts.get("cache_write_tokens", 0)
-    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"), miss, thinking, num_written)
-    times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
-    timings = Timings(*(None if us is None else us / 1e6 for us in times))
     message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
     return TurnResult(
-        session_id, turn.number, message, turn.finish_reason, usage, timings, turn.truncated_tokens, turn.created_s
+        session_id, turn.number, message, turn.finish_reason, *usage_of(turn), turn.truncated_tokens, turn.created_s
     )
 
 
@@ -111,13 +107,19 @@ async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -
     SessionBusyError, SessionNotFoundError, and what `ChatSession.begin` raises.
     """
     for text in (wanted.system or "", *texts_of(wanted.messages)):
-        check_chars_of(context, [text])
+        schema.check_chars_of(context, [text])
     async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), exchange) as turn:
         yield [turn]
 
 
 async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnResult]) -> TurnResult:
-    async with _admitted(context, wanted):
+    with ExitStack() as place:
+        try:
+            place.enter_context(context.limits.admit(wanted.tenant))
+        except ApiError:  # an unknown session is reported as unknown even where there is no room
+            if not (wanted.begins_session or wanted.create):
+                await check_exists(context, wanted.key)
+            raise
         record = await _answered(context, wanted)
         if record is None:
             async with held(context.claims, wanted.key, wanted.request_key, turn) as hold:
@@ -130,61 +132,30 @@ async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnRe
         return result
 
 
-@asynccontextmanager
-async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None]:
-    """Like `Limits.admit`, but an unknown session is reported as unknown even where there is no room."""
-    async with AsyncExitStack() as stack:
-        try:
-            stack.enter_context(context.limits.admit(wanted.tenant))
-        except ApiError:
-            if not (wanted.begins_session or wanted.create):
-                await check_exists(context, wanted.key)
-            raise
-        yield
-
-
 async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult], hold: Hold) -> TurnResult:
-    engine, port, params = context.engine, context.engine.port, wanted.params
+    engine, is_stored = context.engine, False
     chat: ChatSession | None = None
-    is_stored = False
 
-    def begin() -> OneTurn | int:
-        """The turn; or the number of characters that it has to encode, where they are many."""
+    def opened() -> ChatSession:
         nonlocal chat
-        turn.check_wanted()
-        is_opened = chat is not None
-        chat = chat or _open_chat(engine.engine, wanted)
-        num_chars = num_chars_of([*wanted.messages, *([] if chat.token_ids else chat.messages)])
-        if num_chars > LONG_TEXT_CHARS and not is_opened:
-            return num_chars
-        recall = partial(context.recall.prompt_ids, wanted.tenant, "", options=wanted.options)
-        said = chat.check(wanted.messages, params)
-        return chat.begin(hold, said, params, port, wanted.after_turn, wanted.options, recall)
+        chat = _open_chat(engine.engine, wanted)
+        return chat
 
-    def end() -> TurnResult:
+    def ended(chat: ChatSession, record: TurnRecord | None, output: RequestOutput) -> TurnResult:
         nonlocal is_stored
-        assert chat is not None and not isinstance(begun, int)
-        try:
-            record = chat.end(hold, keep=not turn.is_abandoned)
-            begun.handle.raise_error()
-        except StoreError:
-            if chat.is_deleted:
-                raise unknown_session(wanted.session_id) from None
-            raise
         is_stored = record is not None
-        return _settled(context, wanted, chat, record, begun.handle.output, turn.is_stopped)
+        return _settled(context, wanted, chat, record, output, turn.is_stopped)
 
+    recall = partial(context.recall.prompt_ids, wanted.tenant, "", options=wanted.options)
     try:
-        begun = await engine.call_with_text(len(wanted.system or ""), begin)
-        if isinstance(begun, int):
-            begun = await engine.call_with_text(begun, begin)
-        assert chat is not None and not isinstance(begun, int)
-        turn.session_id, turn.number = wanted.session_id, chat.num_turns + 1
-        try:
-            await turn.computed(begun.handle)
-        finally:
-            result = await engine.call(end)
-        return result
+        return await engine.computed(
+            turn, hold, opened, wanted.messages, wanted.params, ended, wanted.after_turn, wanted.options, recall,
+            len(wanted.system or ""),
+        )  # fmt: skip
+    except StoreError:
+        if chat is not None and chat.is_deleted:
+            raise unknown_session(wanted.session_id) from None
+        raise
     finally:
         if wanted.fork_of is not None and not is_stored:
             with suppress(SessionNotFoundError):
@@ -323,3 +294,188 @@ async def _answered(context: Context, wanted: TurnRequest) -> TurnRecord | None:
         said_else = "a request with this Idempotency-Key said something else; take a new key"
         raise bad_request("Idempotency-Key", said_else, "idempotency_mismatch")
     return record
+
+
+# -- POST /chat --------------------------------------------------------------------------------------------------------
+class ForkedTurn(msgspec.Struct):
+    """turn: the last one that stays of this session; 0 for none."""
+
+    session_id: str
+    turn: Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class ChatBody(schema.Talking, kw_only=True):
+    """A turn. message, or messages: results of tools, or, in a new session, a history. ttl: seconds from its last turn;
+    null: for ever.
+
+    Without session_id the turn begins a session; with create, also where there is none of that id; with fork_of, one
+    that says again what followed a turn of another, and that there is none of if the turn fails. truncation: "auto"
+    or "disabled"; truncation_reuse: "reencode" or "exact"; thinking: "keep" or "drop".
+    """
+
+    model: str | None = None
+    session_id: str | None = None
+    create: bool | None = None
+    fork_of: ForkedTurn | None = None
+    message: str | schema.MessageIn | None = None
+    messages: schema.Messages | None = None
+    system: str | None = None
+    truncation: str | None = None
+    truncation_reuse: str | None = None
+    thinking: str | None = None
+    ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"continue_final_message": _WHOLE}
+
+
+class MessageOut(msgspec.Struct, omit_defaults=True):
+    """tool_calls, reasoning_content: of an answer; tool_call_id: of a tool's result."""
+
+    role: str
+    content: str
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatAnswer(msgspec.Struct):
+    """A turn. turn, and the session_id of a new session, are null for a turn that was stopped before it began: it is
+    not stored.
+    """
+
+    id: str
+    session_id: str | None
+    turn: int | None
+    message: MessageOut
+    finish_reason: str
+    usage: schema.UsageObject
+    timings: schema.TimingsObject
+    truncated_tokens: int
+
+
+class LastEvent(ChatAnswer):
+    """The last event of a stream: the whole answer again."""
+
+    delta: dict[str, Any] = {}
+
+
+def turn_id(session_id: str, turn: int | None) -> str:
+    return f"turn-{session_id}-{0 if turn is None else turn}"
+
+
+def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatAnswer) -> ChatAnswer:
+    session_id = None if is_new and result.number is None else result.session_id
+    return kind(
+        id=turn_id(result.session_id, result.number),
+        session_id=session_id,
+        turn=result.number,
+        message=message_out(result.message),
+        finish_reason=result.finish_reason,
+        usage=schema.usage_object(result.usage),
+        timings=schema.timings_object(result.timings),
+        truncated_tokens=result.truncated_tokens,
+    )
+
+
+Turns = Sequence[Turn[TurnResult]]
+
+
+@dataclass(slots=True)
+class ChatDialect(Dialect[TurnResult]):
+    """One turn of a session, as events with `delta`s, the last of which has the whole answer again."""
+
+    wanted: TurnRequest
+
+    def first(self, turns: Turns) -> Iterable[Event]:
+        yield self._event(turns, {"role": "assistant", "content": ""})
+
+    def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
+        for event in piece.parts:
+            if (delta := delta_of(event)) is not None:
+                yield self._event(turns, delta)
+
+    def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
+        yield None, chat_answer(results[0], self.wanted.begins_session, LastEvent)
+
+    def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatAnswer:
+        return chat_answer(results[0], self.wanted.begins_session)
+
+    def _event(self, turns: Turns, delta: dict[str, Any]) -> Event:
+        session_id, number = self.wanted.session_id, turns[0].number
+        name = turn_id(session_id, number)
+        return None, {
+            "id": name, "session_id": session_id, "turn": number, "finish_reason": None, "delta": delta
+        }  # fmt: skip
+
+
+def message_out(message: Message) -> MessageOut:
+    beside = (message.get(name) for name in ("tool_calls", "tool_call_id", "reasoning_content"))
+    return MessageOut(message["role"], message["content"], *beside)
+
+
+def delta_of(event: AnswerEvent) -> dict[str, Any] | None:
+    """As in chat completions. None for what is not said: a call that has begun, or was cut off."""
+    if isinstance(event, TextDelta):
+        return {"content" if event.kind == "content" else "reasoning_content": event.text}
+    if event.state != "whole":
+        return None
+    function = {"name": event.name, "arguments": event.arguments}
+    return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    context, body = await schema.accept(request, ChatBody)
+    wanted = await _wanted(context, request, body)
+    return await answer(request, open_turn(context, request[EXCHANGE], wanted), ChatDialect(wanted), body.stream)
+
+
+def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
+    """System prompt, if one is named, and the messages after it. Raises ApiError 400."""
+    if body.message is None and body.messages is None:
+        raise bad_request("message", "give message or messages", "missing")
+    if body.message is not None and body.messages is not None:
+        raise bad_request("messages", "give message or messages, not both", "invalid_value")
+    if body.messages is not None:
+        said = schema.messages_of(body.messages)
+    elif isinstance(body.message, str):
+        said = [{"role": "user", "content": body.message}]
+    else:
+        assert body.message is not None
+        said = [schema.message_of(body.message, "message")]
+    if said[0]["role"] != "system":
+        return body.system, said
+    first = said[0]["content"]
+    if body.system is not None and body.system != first:
+        raise bad_request("system", "system and the first of messages are two system prompts; give one")
+    return first, said[1:]
+
+
+async def _wanted(context: Context, request: web.Request, body: ChatBody) -> TurnRequest:
+    if body.cache_salt is not None:
+        raise bad_request("cache_salt", "a session has no cache_salt", "unsupported")
+    truncation, reuse = body.truncation or "auto", body.truncation_reuse or "reencode"
+    check_truncation(truncation, reuse)
+    system, said = said_of(body)
+    defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.facts.sampling_defaults}
+    params = schema.sampling_params(body, defaults)
+    tenant, request_key = tenant_of(request), request_key_of(request)
+    is_new = body.session_id is None and body.fork_of is None
+    if body.fork_of is not None and (body.session_id is not None or body.create):
+        raise bad_request("fork_of", "a fork gets an id of its own, which the answer names: leave session_id out")
+    parent = None
+    if body.fork_of is not None:
+        parent = Parent(SessionKey(tenant, body.fork_of.session_id).session_id, body.fork_of.turn, is_version=True)
+    if body.session_id is None:
+        session_id = await new_session_id(context, request, ROUTE)
+    else:
+        session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
+    options = body.options
+    if body.thinking is not None:
+        options = replace(options, thinking=body.thinking)
+    return TurnRequest(
+        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, bool(body.create),
+        fork_of=parent, ttl=body.ttl, options=options,
+    )  # fmt: skip
+
+
+ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

@@ -10,8 +10,8 @@ from kvstore.service.api.openai.chat import ChatCompletionBody
 from kvstore.service.api.openai.completions import CompletionBody
 from kvstore.service.api.openai.response_schema import ResponseBody
 from kvstore.service.api.schema import MAX_EXAMINED, near_misses, parse
-from kvstore.service.api.sessions.chat import ChatBody
 from kvstore.service.api.sessions.routes import ForkBody
+from kvstore.service.api.sessions.turns import ChatBody
 from kvstore.service.http.errors import ApiError
 from tests.support.service.serving import server_fixture
 from tests.support.service.talking import TALKING_ROUTES, talking_body
