@@ -19,7 +19,7 @@ import torch
 from bench.common import Report, arguments, median, run
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.model.step.tensors import step_tensors
-from kvstore.engine.process.channel import Channel, encode
+from kvstore.engine.process import Channel, encode
 from kvstore.engine.ranks.wire import Moved, RankStep, decode_from_rank, decode_to_rank, step_of
 
 BLOCK_SIZE = 16

@@ -7,7 +7,6 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `text/`: templates, prompts, answers' text
 - `sessions/`: conversations as token ids
 - `client/`: the one client of the core, and the core here, in a process of its own, or several times
-- `process/`: what processes of ours have in common: start, channel, signs of life, end
 - `ranks/`: other processes, each with a part of the model
 - `builtin/`: the built-in model's files
 - `admin`: eviction, deletion of sessions, and the requests of other processes
@@ -15,6 +14,8 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `config`: the engine's options, built once and checked
 - `engine`: `Engine`: prompts, conversations and administration, whichever process computes
 - `progress`: what an engine says while it starts; warnings in one line
+- `process`: a process that computes for this one: channel, start, signs of life, end
+- `child`: what such a process does first, and with whom it ends
 - `program`: the program of a process that computes for another: of an engine, or of another rank
 - `outputs`: what a caller gets back: facts about the engine, choices, usage, pieces of a stream
 - `sampling_params`: how a request is sampled and when it stops
@@ -24,7 +25,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 Decisions:
 
 An engine has two halves. The front owns texts, sessions, answers and their files; the core owns token ids, KV, the
-model and the tiers. They meet in the protocol `Core` of `client/core`, in one process or in two. The front opens and
+model and the tiers. They meet in the protocol `Core` (`client/messages`), in one process or two. The front opens and
 locks the store's directory and answers the owner's socket; the core gets a share of the lock. So the store stays locked
 until both have ended, even while the core restarts. Conversations do not depend on the core's process: they can be read
 during a restart, and the front makes a turn durable.

@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.engine.client.messages import (
-    Opened,
-    Starting,
-)
+from kvstore.engine.child import be_child, own_channel
+from kvstore.engine.client.messages import Opened, Starting
 from kvstore.engine.client.remote import CoreServer
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.process.channel import Channel, Failed, Start, encode
-from kvstore.engine.process.child import Heart, be_child, own_channel
+from kvstore.engine.process import Channel, Failed, Heart, Start, encode
 from kvstore.engine.progress import told_to
 
 TERM_GRACE_S = 10  # how long to wait for the front after SIGTERM before ending

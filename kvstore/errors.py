@@ -44,7 +44,10 @@ def _remedy(remedy: str | Settings, write: Callable[[str, str | int | None], str
 
 
 class KVStoreError(Exception):
-    """Root of the tree."""
+    """Root of the tree. `args` are the arguments of its class, the message first: so it crosses to another process."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class ConfigError(KVStoreError, ValueError):
@@ -95,7 +98,7 @@ class RequestError(KVStoreError, ValueError):
     """One request is wrong. `param` names the field, as in the OpenAI error shape."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, param)
         self.param = param
 
 
@@ -103,7 +106,8 @@ class ContextLengthError(RequestError):
     """A request does not fit: `requested_tokens` against `limit_tokens`."""
 
     def __init__(self, message: str, requested_tokens: int, limit_tokens: int) -> None:
-        super().__init__(message, param="messages")
+        super().__init__(message, "messages")
+        self.args = (message, requested_tokens, limit_tokens)
         self.requested_tokens = requested_tokens
         self.limit_tokens = limit_tokens
 
@@ -113,6 +117,7 @@ class SessionBusyError(RequestError):
 
     def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, param)
+        self.args = (message, param, retry_after_s)
         self.retry_after_s = retry_after_s
 
 
@@ -132,7 +137,7 @@ class StoreLockedError(StoreError):
     """Another owner holds the store. `pid` is its process, None when it is not known."""
 
     def __init__(self, message: str, pid: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, pid)
         self.pid = pid
 
 

@@ -44,7 +44,7 @@ from kvstore.engine.model.states import keeps_states
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.outputs import Facts
-from kvstore.engine.process.child import Heart
+from kvstore.engine.process import Heart
 from kvstore.engine.progress import KERNELS, PROBE, WEIGHTS, begin
 from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks, end_hung, started_here

@@ -15,7 +15,7 @@ from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.core.request import Update
 from kvstore.engine.outputs import Facts
-from kvstore.engine.process.channel import Failed, as_error
+from kvstore.engine.process import Failed, as_error
 from kvstore.engine.sampling_params import SamplingParams
 
 R = TypeVar("R", covariant=True)

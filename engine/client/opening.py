@@ -21,8 +21,7 @@ from kvstore.engine.client.several import SeveralCores
 from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.model.files import find_model
 from kvstore.engine.model.tokenizer import load_tokenizer
-from kvstore.engine.process.channel import Start
-from kvstore.engine.process.child import SLOW_FACTOR, Child, Heart
+from kvstore.engine.process import SLOW_FACTOR, Child, Heart, Start
 from kvstore.engine.progress import begin
 from kvstore.errors import ConfigError
 from kvstore.owned_disk import OwnedDisk, owner_folder, owner_path

@@ -13,6 +13,7 @@ import selectors
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -42,8 +43,7 @@ from kvstore.engine.client.messages import (
 )
 from kvstore.engine.core.request import Ended, Update
 from kvstore.engine.outputs import Facts
-from kvstore.engine.process.channel import Channel, Failed, Readiness, encode
-from kvstore.engine.process.child import Child, Heart
+from kvstore.engine.process import Channel, Child, Failed, Heart, encode
 from kvstore.engine.progress import begin
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError, RequestError
 
@@ -87,6 +87,36 @@ class Restarts:
             following = f"it is not started again: the limit of restarts an hour is {self.limit}"
         LOGGER.error("the engine's process ended (%s); %s", how, following)
         return goes_on
+
+
+class Readiness:
+    """What a reader waits for: channels that are registered with `selector`, or a call of `wake` in any thread."""
+
+    def __init__(self) -> None:
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._alarm, selectors.EVENT_READ)
+        weakref.finalize(self, _close, self.selector, self._alarm)
+
+    def fileno(self) -> int:
+        """A descriptor, always the same, that is readable when there is something to read."""
+        return self.selector.fileno()
+
+    def wait(self, timeout_s: float) -> None:
+        self.selector.select(timeout_s)
+
+    def wake(self) -> None:
+        os.eventfd_write(self._alarm, 1)
+
+    def drain(self) -> None:
+        """Forget the calls of `wake` so far. Call it before reading what they announced."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+
+
+def _close(selector: selectors.BaseSelector, alarm: int) -> None:
+    selector.close()
+    os.close(alarm)
 
 
 class RemoteCore:

@@ -31,5 +31,5 @@ that the first rank makes and Ray brings to the others: whoever may talk to Ray 
 When a rank ends or hangs, all ranks end, because a step that one rank has not computed is of no use. An engine in a
 process of its own is then started again with all its ranks. A rank dies with the first one (parent-death signal and end
 of file), and gives signs of life as the engine's process does. If all are alive and a step of the first one does not
-end, it ends the others, also where no process watches it (`kvstore.engine.process.child.Heart`).
+end, it ends the others, also where no process watches it (`kvstore.engine.process.Heart`).
 """

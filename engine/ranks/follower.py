@@ -21,8 +21,7 @@ from kvstore.engine.model.parallel.group import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.runner import copy_blocks, overwrite_blocks
 from kvstore.engine.model.step.tensors import step_tensors
-from kvstore.engine.process.channel import Channel, Failed, Start, encode
-from kvstore.engine.process.child import Heart
+from kvstore.engine.process import Channel, Failed, Heart, Start, encode
 from kvstore.engine.ranks.wire import (
     EndForward,
     Leave,

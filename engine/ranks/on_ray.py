@@ -14,8 +14,8 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.child import be_child, spin_briefly
+from kvstore.engine.child import be_child
+from kvstore.engine.process import Channel, spin_briefly
 from kvstore.engine.ranks.ranks import Door, Launch, awaited, entered
 from kvstore.errors import ConfigError, EngineDiedError
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.engine.core.input_batch import StepInputs
-from kvstore.engine.process.channel import Failed, Start, encode, error_of, failure_of
-from kvstore.engine.process.child import SHOW_S, SLOW_FACTOR, Child
+from kvstore.engine.process import SHOW_S, SLOW_FACTOR, Child, Failed, Start, encode
 from kvstore.engine.ranks.wire import (
     EndForward,
     FromRank,
@@ -262,7 +261,8 @@ class OtherRank:
     def end(self) -> Exception:
         """What to raise when it has ended, or could not start."""
         if self.error is not None and self.child.is_loading:
-            return error_of(failure_of(self.error), self.child.name)
+            said, *more = self.error.args
+            return type(self.error)(f"{self.child.name}: {said}", *more)
         return EngineDiedError(f"{self.child.name} ended ({self.child.how})")
 
     @property

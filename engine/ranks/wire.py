@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.blocks.records import Load, Save, TransferPlan
 from kvstore.engine.core.input_batch import StepInputs
-from kvstore.engine.process.channel import Failed, as_error
+from kvstore.engine.process import Failed, as_error
 
 
 # -- to the first rank -------------------------------------------------------------------------------------------------

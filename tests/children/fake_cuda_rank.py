@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvstore.engine.model import devices
-from kvstore.engine.process.channel import Channel
+from kvstore.engine.process import Channel
 from kvstore.engine.program import main
 from kvstore.engine.ranks.wire import Moved, decode_from_rank
 from tests.support import fake_cuda, fake_nccl

@@ -20,8 +20,7 @@ from kvstore.engine.client.remote import MAX_REQUESTS, READ, CoreServer, RemoteC
 from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.core.request import Said, Update
 from kvstore.engine.outputs import Facts
-from kvstore.engine.process.channel import Channel, Start, encode
-from kvstore.engine.process.child import Child, Heart
+from kvstore.engine.process import Channel, Child, Heart, Start, encode
 from kvstore.errors import (
     ConfigError,
     ContextLengthError,

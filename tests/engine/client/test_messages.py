@@ -26,7 +26,7 @@ from kvstore.engine.client.messages import (
 from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import CachedTokensDetails, Facts, Timings, TokenLogprob
-from kvstore.engine.process.channel import Failed, encode
+from kvstore.engine.process import Failed, encode
 from kvstore.errors import (
     ConfigError,
     ContextLengthError,

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kvstore.config import MAX_SAVE_BYTES
+from kvstore.engine import process
 from kvstore.engine.model import devices as model_devices
 from kvstore.engine.model.devices import CUDA_FRACTION
 from kvstore.engine.model.step import runner
 from kvstore.engine.model.step.runner import StepClock
-from kvstore.engine.process import child
-from kvstore.engine.process.child import spawned
+from kvstore.engine.process import spawned
 from kvstore.errors import ConfigError, EngineDiedError
 from kvstore.kernels.paged_batch import start_to_host
 from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
@@ -49,7 +49,7 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
         return spawned(name, channel, descriptors, settings)
 
     replaced = [
-        (child, "spawned", started), (child, "PROGRAM", "tests.children.fake_cuda_rank"),
+        (process, "spawned", started), (process, "PROGRAM", "tests.children.fake_cuda_rank"),
         (model_devices, "_MOST_TOKENS", 1),
         (torch.distributed, "ProcessGroupNCCL", FakeNccl), *beside,
     ]  # fmt: skip

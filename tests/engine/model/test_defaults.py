@@ -10,7 +10,7 @@ import pytest
 from kvstore import Engine, SamplingParams
 from kvstore.engine.client.messages import Opened, decode_outbound
 from kvstore.engine.model.loading import load
-from kvstore.engine.process.channel import encode
+from kvstore.engine.process import encode
 from kvstore.service.command.terminal import run_chat
 from kvstore.service.settings.engine_options import ChatOptions
 from tests.support.engines import save_model

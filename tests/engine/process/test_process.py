@@ -16,10 +16,9 @@ from queue import Full, Queue
 import pytest
 
 from kvstore import CacheTiers, Engine
-from kvstore.engine.client.remote import MAX_DELAY_S, WINDOW_S, Restarts
-from kvstore.engine.process import child
-from kvstore.engine.process.channel import Channel, Readiness, Start
-from kvstore.engine.process.child import SPIN_COUNT, Child, Heart, spin_briefly
+from kvstore.engine import process
+from kvstore.engine.client.remote import MAX_DELAY_S, WINDOW_S, Readiness, Restarts
+from kvstore.engine.process import SPIN_COUNT, Channel, Child, Heart, Start, spin_briefly
 from kvstore.errors import EngineDiedError
 from tests.support.faults import before_each, constants, fail
 from tests.support.ranks import is_gone
@@ -270,7 +269,7 @@ def begun(monkeypatch, tmp_path):
 
     def begin(program: str, silence_s: float = FOR_EVER_S) -> Child:
         (tmp_path / "program.py").write_text(program)
-        with constants(child, PROGRAM="program"):
+        with constants(process, PROGRAM="program"):
             return Child(Start(silence_s, {}), beat_s=BEAT_S)
 
     return begin
@@ -301,7 +300,7 @@ def test_a_process_that_takes_too_long_to_leave_is_killed(begun):
 
 def test_a_process_that_cannot_be_started_leaves_no_descriptor():
     before = len(os.listdir("/proc/self/fd"))
-    with before_each(child, "spawned", fail), pytest.raises(RuntimeError, match="injected"):
+    with before_each(process, "spawned", fail), pytest.raises(RuntimeError, match="injected"):
         Child(Start(FOR_EVER_S, {}))
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import Engine, SamplingParams
 from kvstore.engine.client import opening
-from kvstore.engine.process.child import Child
+from kvstore.engine.process import Child
 from kvstore.errors import EngineDiedError
 from tests.support.by_hand import held
 from tests.support.engines import ask, cached, greedy, open_engine, settle

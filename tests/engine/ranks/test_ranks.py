@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from kvstore import CacheTiers, Engine
-from kvstore.engine.process import child
+from kvstore.engine import process
 from kvstore.engine.ranks.ranks import Ranks, started_here
 from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
 from tests.support.engines import (
@@ -113,7 +113,7 @@ def test_what_keeps_another_rank_from_starting_is_told_with_its_number(tmp_path)
 def test_a_rank_that_is_lost_while_all_join_is_not_waited_for(model, monkeypatch, how, told):
     """It has loaded. The first rank waits in gloo, which would wait for a day."""
 
-    monkeypatch.setattr(child, "PROGRAM", "tests.children.lost_rank")
+    monkeypatch.setattr(process, "PROGRAM", "tests.children.lost_rank")
     monkeypatch.setenv("LOST_RANK", how)
     with pytest.raises(KVStoreError, match=f"rank 1 of 2.* {told}"):
         open_engine(model, **SIZES["tensor"])

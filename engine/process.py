@@ -1,30 +1,41 @@
-"""A process that computes for this one, seen from both ends: its start, signs of life, silence and end.
+"""A process that computes for this one, whatever that is, seen from both ends: channel, start, signs of life, end.
 
-Knows neither what it computes nor what is said to it.
+There is one channel to a process, and nothing beside it: its first message says what to be, an empty one twice a second
+is a sign of life, and its end is the end of either. So a process of another machine differs in two things: others have
+started it, and a signal does not reach it. One that others have not started is this one's child, whose end is seen by
+a `pidfd`, and dies with its parent (parent-death signal, and the end of the channel).
+
+A thread in a process gives the sign, unless one round of the loop takes too long. The other end counts silence, and
+kills a process of which nothing came and nothing lies unread. It counts its own ticks, so time in which the machine
+slept does not count.
+
+Messages are msgpack and never name code; exceptions are plain data in them. Knows no HTTP, no core and no rank.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
+import msgspec
+
+import kvstore.errors as errors
 from kvstore.engine.core.step_loop import Watch
-from kvstore.engine.process.channel import Channel, Start, decode_start, encode
-from kvstore.engine.progress import tell_in_lines
-from kvstore.errors import EngineDiedError
+from kvstore.errors import EngineDiedError, KVStoreError, RequestError
 
 PROGRAM = "kvstore.engine.program"
 BEAT_S = 0.5
@@ -35,7 +46,183 @@ READY_POLL_MS = 50
 ROOM_POLL_MS = 100  # while it reads nothing: how often to check whether it has ended
 END_POLL_MS = 10
 SPIN_COUNT = "10000"  # tens of microseconds, longer than the gaps between a step's operations
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+READ_BYTES = 2**16
+GONE = (ConnectionError, TimeoutError)  # a machine that has vanished times out
+MAX_MESSAGE_CHARS = 2000
+_LENGTH = struct.Struct("=Q")  # a step may carry gigabytes of KV to a rank of another machine
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+class Start(msgspec.Struct):
+    """The first message to a process: what it is to be."""
+
+    silence_s: float  # it is ended after so long without a sign of life
+    arguments: dict[str, Any]  # of `Engine`
+    store: tuple[str, int, int] | None = None  # path of the directory that the front owns, descriptors with its locks
+    rank: int = 0  # of a model in several processes; 0: it is the engine's process
+    size: int = 1  # number of ranks
+    arena: int | None = None  # descriptor of the first rank's; None: the rank is elsewhere, and KV comes with steps
+    rendezvous: str = ""  # where the ranks find each other: see `kvstore.engine.model.parallel.group`
+    parent: int | None = None  # id of the process that has started it; None: another machine has
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.size}" if self.rank else "the engine's process"
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What it inherits."""
+        return [*(self.store or ())[1:], *([] if self.arena is None else [self.arena])]
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The process could not start, or could not go on, and ends."""
+
+    error: Exception
+
+
+def _as_data(error: object) -> tuple[str, list[Any]]:
+    """An exception: the name of its class, and its arguments. One that is no KVStoreError becomes one that names its
+    class.
+    """
+    if not isinstance(error, Exception):
+        raise NotImplementedError(f"{type(error).__name__} is no part of a message")
+    if not isinstance(error, KVStoreError):
+        return "KVStoreError", [f"the engine failed: {type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]]
+    kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    return kind, [part[:MAX_MESSAGE_CHARS] if isinstance(part, str) else part for part in error.args]
+
+
+def as_error(_: type, data: Any) -> Exception:
+    """The hook of decoders of messages that have exceptions in them: the exception again, of the same class."""
+    kind, arguments = data
+    error: Exception = getattr(errors, kind)(*arguments)
+    return error
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_data)
+
+
+def encode(message: object) -> bytes:
+    """Raises RequestError for a text that is not valid Unicode."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
+
+
+decode_start = msgspec.msgpack.Decoder(Start).decode
+
+
+# -- the channel -------------------------------------------------------------------------------------------------------
+class Channel:
+    """One end of a stream. Any thread may send and `flush`; one at a time receives.
+
+    ended: the other end is gone, and all that it sent was received. What is sent after that is dropped. is_heard:
+    something was received; the owner may reset it. It has no thread of its own, so a message costs no change of
+    threads. Hence bytes that the kernel does not accept at once stay here until `flush`.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self._unsent: deque[memoryview] = deque()
+        self._sending = threading.Lock()
+        self._received = bytearray()
+        self.ended = self.is_heard = False
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def num_unsent(self) -> int:
+        """The number of messages that wait for `flush`, whole or in part."""
+        return len(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; never waits."""
+        with self._sending:
+            self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+            self._flush()
+
+    def beat(self) -> None:
+        """Send a sign of life, which is no message to the other end. Bytes that wait are one, too."""
+        if self._unsent:
+            self.flush()
+        else:
+            self.send(b"")
+
+    def flush(self) -> None:
+        """Send as much as the kernel accepts now."""
+        with self._sending:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                view = self._unsent[0]
+                num_bytes = self.socket.send(view)
+                if num_bytes < len(view):
+                    self._unsent[0] = view[num_bytes:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except GONE:  # messages from before the end can still be received
+            self._unsent.clear()
+
+    def send_all(self, message: bytes) -> None:
+        """Send everything that is unsent, waiting for the other end as long as needed."""
+        self.send(message)
+        if self._unsent:
+            poller = select.poll()
+            poller.register(self.socket, select.POLLOUT)
+            while self._unsent:
+                poller.poll()
+                self.flush()
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Wait until something can be received, or unsent bytes can go out, and send these."""
+        poller = select.poll()
+        if not self.ended:
+            poller.register(self.socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        found = poller.poll(timeout_ms)
+        self.flush()
+        return bool(found)
+
+    def receive(self) -> list[bytes]:
+        """The messages that have come since the last time; never waits."""
+        try:
+            while not self.ended:
+                data = self.socket.recv(READ_BYTES)
+                self._received += data
+                self.is_heard = self.is_heard or bool(data)
+                self.ended = not data
+                if len(data) < READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except GONE:
+            self.ended = True
+        return self._whole()
+
+    def _whole(self) -> list[bytes]:
+        """The complete messages among the received bytes; the rest stays."""
+        messages, start = [], 0
+        while len(self._received) - start >= _LENGTH.size:
+            begin = start + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(self._received, start)[0]
+            if end > len(self._received):
+                break
+            if end > begin:
+                messages.append(bytes(self._received[begin:end]))
+            start = end
+        if start:
+            del self._received[:start]
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 # -- the end of the process that has started it ------------------------------------------------------------------------
@@ -214,8 +401,8 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Limit how long a compute thread without work spins before it sleeps.
 
     Call it before torch is loaded. GCC's OpenMP spins for milliseconds. Where another process needs the same core, a
-    step then waits for spinning threads: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). The user's
-    own setting wins.
+    step then waits for spinning threads: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). Spinning
+    for microseconds costs 2 to 8 % alone. The user's own setting wins.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
@@ -228,7 +415,7 @@ def spawned(
 
     name: for that list. settings: environment variables.
     """
-    home = str(Path(__file__).parents[3])  # the folder of the package kvstore
+    home = str(Path(__file__).parents[2])  # the folder of the package kvstore
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **settings}
     spin_briefly(environment)
@@ -296,54 +483,3 @@ class Heart(Watch):
     def close(self) -> None:
         """Stop it, if nobody listens who could end."""
         self._closed.set()
-
-
-def be_child(channel: Channel, compute: Callable[[Start, Heart, Channel], int]) -> NoReturn:
-    """Be what the first message says until the process ends, with the other end of the channel. compute: returns the
-    exit code; called once threads beat and watch.
-    """
-    while not (messages := channel.receive()):
-        if channel.ended:
-            os._exit(1)
-        channel.poll(-1)
-    (message,) = messages  # nothing more is said before this process has loaded
-    start = decode_start(message)
-    tell_in_lines()
-    if start.parent is not None:
-        die_with_parent(start.parent, b"kvstore-rank" if start.rank else b"kvstore-core")
-    threading.Thread(target=_watch_parent, args=(channel, start), name="core-parent", daemon=True).start()
-    try:
-        code = compute(start, Heart(channel.beat, SLOW_FACTOR * start.silence_s), channel)
-    except Exception as error:
-        print(f"kvstore: {start.name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # all durable work is done, so do not wait for threads in calls
-
-
-def die_with_parent(parent: int, name: bytes) -> None:
-    """Have the kernel send SIGKILL when the parent ends (on Linux), or at once if it has ended."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(PR_SET_NAME, name, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _watch_parent(channel: Channel, start: Start) -> None:
-    """End with the other end of the channel, also while this one computes, or waits for another rank."""
-    poller = select.poll()
-    poller.register(channel, select.POLLRDHUP)
-    poller.poll()
-    if start.parent is None:
-        print(f"kvstore: {start.name} ends, because the first rank has ended", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def own_channel() -> Channel:
-    """The channel of a process that was started by `spawned`."""
-    end = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # processes that this one starts must not hold it
-    return Channel(end)
