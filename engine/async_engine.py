@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvstore.engine.client.messages import Spliced
-from kvstore.engine.client.requests import Handle, NewParser, no_parser
+from kvstore.engine.client.requests import Handle
 from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import NO_EARLIER, Earlier, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
@@ -20,8 +20,16 @@ from kvstore.engine.sessions.chat import ChatSession, Recalled
 from kvstore.engine.sessions.window import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, ToolsGiven, options_of
-from kvstore.engine.text.prompts import messages_of, num_chars_of, prompt_ids
+from kvstore.engine.text.language import NewParser, no_parser
+from kvstore.engine.text.prompts import (
+    NO_OPTIONS,
+    AnswerOptions,
+    ToolsGiven,
+    messages_of,
+    num_chars_of,
+    options_of,
+    prompt_ids,
+)
 from kvstore.engine.turns import Hold, Port, Turn, held
 from kvstore.sessions.record import TurnRecord
 

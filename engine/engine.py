@@ -22,7 +22,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.admin import Admin, weak_handler
 from kvstore.engine.client.messages import Core, Flush, ReadStats
 from kvstore.engine.client.opening import check_process, open_here, open_own
-from kvstore.engine.client.requests import Bell, CoreClient, no_parser
+from kvstore.engine.client.requests import Bell, CoreClient
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model.files import why_no_chat
@@ -32,8 +32,15 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import Chats, ChatSession
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.engine.text.language import Language, ToolsGiven, options_of
-from kvstore.engine.text.prompts import check_messages, checked_prompts, is_conversation, prompt_ids
+from kvstore.engine.text.language import Language, no_parser
+from kvstore.engine.text.prompts import (
+    ToolsGiven,
+    check_messages,
+    checked_prompts,
+    is_conversation,
+    options_of,
+    prompt_ids,
+)
 from kvstore.engine.text.response_template import choose_template
 from kvstore.errors import KVStoreError, RemoteError, StoreLockedError, StoreLostError
 from kvstore.sessions.answers import open_answers

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvstore.engine.sampling_params import SamplingParams, StructuralTag, StructuredOutputsParams
     from kvstore.engine.sessions.chat import ChatSession
     from kvstore.engine.stats import EngineStats
-    from kvstore.engine.text.language import AnswerOptions
+    from kvstore.engine.text.prompts import AnswerOptions
 
 __version__ = "0.1.1"
 __all__ = [
@@ -56,7 +56,7 @@ _HOMES = {
     "AsyncEngine": "kvstore.engine.async_engine",
     "BlockStore": "kvstore.block_store",
     "CacheTiers": "kvstore.config",
-    "AnswerOptions": "kvstore.engine.text.language",
+    "AnswerOptions": "kvstore.engine.text.prompts",
     "ChatSession": "kvstore.engine.sessions.chat",
     "Engine": "kvstore.engine.engine",
     "EngineStats": "kvstore.engine.stats",

@@ -34,8 +34,7 @@ from kvstore.engine.outputs import (
     Usage,
 )
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.answer_parser import AnswerParser
-from kvstore.engine.text.detokenizer import ChoiceText
+from kvstore.engine.text.language import ChoiceText, NewParser, no_parser
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from kvstore.errors import EngineClosedError
 
@@ -79,14 +78,6 @@ class Handle:
         """Raise its error, if it ended with one. Others may share it."""
         if self.error is not None:
             raise self.error.with_traceback(self.trace)
-
-
-# Makes the parser of one answer; None: its text is its content.
-NewParser: TypeAlias = Callable[[], AnswerParser | None]
-
-
-def no_parser() -> AnswerParser | None:
-    return None
 
 
 # Called with those of its handles that have new pieces or have ended. It must not wait.

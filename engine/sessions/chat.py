@@ -22,8 +22,11 @@ from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.window import OneTurn, Window, lineage_of, spliced_blocks
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, Language, ToolsGiven, options_of
+from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import (
+    NO_OPTIONS,
+    AnswerOptions,
+    ToolsGiven,
     check_length,
     check_owner,
     check_results,
@@ -31,6 +34,7 @@ from kvstore.engine.text.prompts import (
     check_truncation,
     checked_turn,
     messages_of,
+    options_of,
 )
 from kvstore.engine.turns import Claims, Hold
 from kvstore.errors import (

@@ -25,8 +25,8 @@ from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions, answer_ids
-from kvstore.engine.text.prompts import check_length, texts_of
+from kvstore.engine.text.language import answer_ids
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_length, texts_of
 from kvstore.errors import RequestError
 from kvstore.sessions.answers import AnswerStore, owner_tag
 

@@ -3,14 +3,13 @@
 Loads no torch; knows neither sessions nor a store.
 
 - `answer_parser`: an answer as reasoning, content and tool calls, while it arrives
-- `call_arguments`: grammars for the arguments of a call, where these are no JSON
+- `call_arguments`: what holds a model to the form of its calls; grammars for arguments that are no JSON
 - `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
   without any
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
-- `detokenizer`: the text of one choice, token by token, in whole characters
 - `grammar`: grammars from what a request wants its answer to match
-- `language`: how one request speaks with the model: tools, variables of the template, the parser of its answers
-- `prompts`: checks of prompts, session ids and lengths
+- `language`: how a model speaks: its template, the parser of its answers, their text, token by token
+- `prompts`: what callers say, checked: prompts, messages, tools, variables of the template, lengths
 - `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`
 
 Decisions:

@@ -1,8 +1,8 @@
-"""Grammars for the arguments of a call, in Lark, from the JSON schema of its function: one for each way to write them
-that is not JSON (`CallSyntax.arguments`).
+"""What holds a model to the form of its calls: a tag for each function, with a grammar for its arguments, in Lark, from
+their JSON schema: one for each way to write them that is not JSON (`CallSyntax.arguments`).
 
-Knows no tokenizer but the ids of marks. Raises RequestError for what cannot be written in that way, and what a schema
-that is none leads to: AttributeError, LookupError, TypeError or RecursionError.
+Knows no tokenizer but the ids of marks. A grammar raises RequestError for what cannot be written in that way, and what
+a schema that is none leads to: AttributeError, LookupError, TypeError or RecursionError.
 """
 
 from __future__ import annotations
@@ -13,8 +13,64 @@ from collections.abc import Iterable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from kvstore.engine.sampling_params import JSON_OPTIONS
+from kvstore.engine.sampling_params import JSON_OPTIONS, StructuralTag, StructuredOutputsParams
+from kvstore.engine.text.prompts import AnswerOptions
+from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
 from kvstore.errors import RequestError
+
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+
+def with_tools(
+    options: AnswerOptions, asked: StructuredOutputsParams | None, answers: ResponseTemplate | None
+) -> StructuredOutputsParams | None:
+    """What an answer must match, with what the use of the tools demands. asked: without. Raises RequestError."""
+    must_call = options.named is not None or options.tool_choice == "required"
+    is_strict = any(tool["function"].get("strict") for tool in options.tools)
+    if not (must_call or is_strict or asked is not None or not options.parallel_tool_calls):
+        return None
+    calls = None if answers is None else answers.calls
+    json_schema = None if asked is None else dict(ANY_ARGUMENTS) if asked.json_object else asked.json
+    if asked is not None and json_schema is None and not must_call:
+        raise RequestError(f"{asked.param} and tools go together only for a JSON answer", param=asked.param)
+    is_open = not (must_call or asked is not None)  # text may come before a call
+    if calls is None or (is_open and not calls.trigger):
+        if not must_call and asked is None and options.parallel_tool_calls:
+            return None  # strict: nothing can hold this model to a schema in mid-text
+        message = "nothing can hold this model to a form of its calls; leave tool_choice 'auto', and other formats"
+        raise RequestError(f"{message} out", param="tool_choice")
+    assert answers is not None
+    marks = {text: token_id for token_id, text in answers.shown_tokens.items()}
+    functions = [one for tool in options.tools if options.named in (None, (one := tool["function"])["name"])]
+    tags = [_tag(calls, one, not is_open or bool(one.get("strict")), marks) for one in functions]
+    single = options.named is not None or not options.parallel_tool_calls or calls.separator is None
+    return StructuredOutputsParams(
+        tags=tags, required=not is_open, single=single, json=None if must_call else json_schema, param="tools",
+        listing=(calls.opener, calls.separator or "", calls.closer) if calls.opener else None,
+    )  # fmt: skip
+
+
+def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool, marks: Mapping[str, int]) -> StructuralTag:
+    """A call of this function. is_strict: its arguments match its schema. marks: special tokens that calls are written
+    with. Raises RequestError.
+    """
+    schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
+    begin, trigger = calls.begin.replace("{name}", function["name"]), "" if calls.opener else calls.trigger
+    name = f"tools: {function['name']}"
+    if schema.get("type", "object") != "object":
+        raise RequestError(f"{name}: parameters are of the type {str(schema['type'])[:80]}; give object", "tools")
+    try:
+        if calls.arguments == "json":
+            return StructuralTag(begin, calls.end, json={"type": "object", **schema}, trigger=trigger)
+        if calls.arguments == "python":
+            return StructuralTag(begin, calls.end, grammar=python_grammar(function["name"], schema))
+        gemma = calls.arguments == "gemma"
+        grammar = GemmaGrammar(schema, marks).text if gemma else parameters_grammar(calls.parameter, schema)
+        return StructuralTag(begin, calls.end, grammar=grammar, trigger=trigger)
+    except RequestError as error:
+        raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
+    except (AttributeError, LookupError, TypeError, RecursionError):
+        raise RequestError(f"{name}: parameters are no JSON schema", "tools") from None
 
 
 def parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:

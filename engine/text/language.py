@@ -1,139 +1,52 @@
-"""How one request speaks with the model: its tools, the variables of the chat template, the parser of its answers.
+"""How a model speaks: its template for a request, the parser of its answers, and their text, token by token.
 
-Pure: knows no session, no core and no thread.
+Text is released in whole characters only, and without what may belong to a stop string. Knows no session, no core and
+no thread.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvstore.engine.outputs import Choice
-from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams, StructuralTag, StructuredOutputsParams
+from kvstore.engine.outputs import AnswerEvent, Choice, Piece, RequestOutput, TokenLogprob, ToolCallEvent
+from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
-from kvstore.engine.text.call_arguments import GemmaGrammar, parameters_grammar, python_grammar
+from kvstore.engine.text.call_arguments import with_tools
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.engine.text.detokenizer import MAX_UNFINISHED, Detokenizer
-from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions
+from kvstore.engine.text.response_template import ResponseTemplate
 from kvstore.errors import RequestError
 
-TOOL_NAME = re.compile(r"[\w.-]{1,128}")
-MAX_TOOLS = MAX_TAGS
-ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most 4 bytes, so an unfinished one has at most 3; decoders show it as one U+FFFD
+# (byte-level) or as one per byte (byte fallback).
+MAX_UNFINISHED = 3
+# Tokens in the window before an unfinished character is taken as final.
+MAX_WINDOW_TOKENS = 16
+CALL_ID_BYTES = 12  # of a call's id, which nobody may guess
+# Prompt tokens that give the first token its context.
+NUM_PROMPT_TOKENS = 8
+
+# A real U+FFFD in a byte-fallback vocabulary: complete, although it looks like an unfinished character.
+_REPLACEMENT_TOKENS = ["<0xEF>", "<0xBF>", "<0xBD>"]
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def check_effort(effort: object, param: str) -> None:
-    """Raises RequestError unless it is one of EFFORTS, or None."""
-    if effort is not None and effort not in EFFORTS:
-        raise RequestError(f"{param} is {str(effort)[:80]!r}; give one of {', '.join(EFFORTS)}", param=param)
+# Makes the parser of one answer of a request; None: its text is its content.
+NewParser: TypeAlias = Callable[[], AnswerParser | None]
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """What a request says beside messages and sampling; names and meanings are those of chat completions.
-
-    tools: `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. tool_choice: "auto",
-    "required" (the answer is calls), "none", or `{"type": "function", "function": {"name": ...}}`.
-    parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
-    reasoning_effort: one of EFFORTS, for templates that know it; where they know only on and off, "none" is off.
-    thinking: "drop" takes from a session's context the reasoning that the template does not show, "keep" leaves it.
-    Raises RequestError, which names the field.
-    """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
-    thinking: str = "keep"
-
-    def __post_init__(self) -> None:
-        if self.thinking not in ("keep", "drop"):
-            raise RequestError(f"thinking is {str(self.thinking)[:80]!r}; give keep or drop", param="thinking")
-        check_effort(self.reasoning_effort, "reasoning_effort")
-        tools = self.tools
-        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise RequestError(f"tools is {tools!r}; give a list of functions", param="tools")
-        if len(tools) > MAX_TOOLS:
-            raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS}", param="tools")
-        for index, tool in enumerate(tools):
-            _check_tool(tool, f"tools[{index}]")
-        names = [tool["function"]["name"] for tool in tools]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise RequestError(f"tools has {', '.join(sorted(twice))} twice", param="tools")
-        if self.named is not None and self.named not in names:
-            raise RequestError(f"tool_choice names {self.named!r}, which is none of tools", param="tool_choice")
-        if self.tool_choice == "required" and not tools:
-            raise RequestError("tool_choice is 'required', and there are no tools", param="tool_choice")
-
-    @property
-    def named(self) -> str | None:
-        """The function that must be called."""
-        if self.tool_choice in ("auto", "required", "none"):
-            return None
-        function = self.tool_choice.get("function") if isinstance(self.tool_choice, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str):
-            message = f"tool_choice is {str(self.tool_choice)[:80]!r}; give auto, none, required, or a function by name"
-            raise RequestError(message, param="tool_choice")
-        return name
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Of the chat template, in the names of all families. What chat_template_kwargs says comes first."""
-        effort = self.reasoning_effort
-        if effort is None:
-            return dict(self.chat_template_kwargs)
-        switches = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
-        return {"reasoning_effort": effort, **switches, **self.chat_template_kwargs}
-
-    @property
-    def shown_tools(self) -> list[Mapping[str, Any]]:
-        """The tools as the template shows them. `strict` is about the answer."""
-        return [
-            {**tool, "function": {name: part for name, part in tool["function"].items() if name != "strict"}}
-            for tool in self.tools
-        ]
-
-    @property
-    def digest(self) -> bytes:
-        """Of what the prompt depends on beside messages, empty for nothing: 16 bytes each of the tools in order, of the
-        tools in any order, and of the template's variables; zeros for none of these.
-        """
-        if not self.tools and not self.variables:
-            return b""
-        tools = [json.dumps(tool) for tool in self.shown_tools]
-        given = (tools, sorted(tools), self.variables)
-        return b"".join(sha256(json.dumps(part).encode()).digest()[:16] if part else bytes(16) for part in given)
-
-
-NO_OPTIONS = AnswerOptions()
-ToolsGiven: TypeAlias = Sequence[Mapping[str, Any]] | AnswerOptions  # tools, or with how they may be used
-
-
-def options_of(tools: ToolsGiven, thinking: str | None = None) -> AnswerOptions:
-    """thinking: None leaves what the options say."""
-    options = tools if isinstance(tools, AnswerOptions) else AnswerOptions(tools) if tools else NO_OPTIONS
-    return options if thinking is None else replace(options, thinking=thinking)
-
-
-def _check_tool(tool: Mapping[str, Any], path: str) -> None:
-    function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, Mapping):
-        raise RequestError(f"{path} is no function", param=path)
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        message = f"{path}.function.name is {str(name)[:80]!r}; give 1 to 128 letters, digits, '_', '.' or '-'"
-        raise RequestError(message, param=f"{path}.function.name")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"{path}.function.parameters is no JSON schema", param=f"{path}.function.parameters")
+def no_parser() -> AnswerParser | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +76,14 @@ class Language:
             raise RequestError(f"{message}Python, tool_call_parser=)", param="tools")
         return self.template.using(options.shown_tools, options.variables, continues)
 
-    def new_parser(self, options: AnswerOptions = NO_OPTIONS, begun: Message | None = None) -> AnswerParser | None:
-        """For one answer; None if its text is its content. `chat_template` has passed the options. begun: the answer
-        that it continues.
-        """
+    def parser(self, options: AnswerOptions = NO_OPTIONS, begun: Message | None = None) -> NewParser:
+        """`chat_template` has passed the options. begun: the answer that is continued."""
         tools = [] if options.tool_choice == "none" else options.tools
         if self.answers is None or not (tools or self.answers.reasoning):
-            return None
+            return no_parser
         template = self.chat_template(options, begun is not None)
         prefix = template.opening if begun is None else template.opening_with(begun)
-        return AnswerParser(self.answers, prefix, tools)
-
-    def parser(self, options: AnswerOptions, begun: Message | None = None) -> Callable[[], AnswerParser | None]:
-        """What makes the parsers of a request's answers."""
-        return partial(self.new_parser, options, begun)
+        return partial(AnswerParser, self.answers, prefix, tools)
 
     def thought_in(self, token_ids: Sequence[int], answer: Message, opening: str) -> tuple[int, int] | None:
         """Where in these ids, which end with the answer, its reasoning is, with the texts around it; (0, 0) if it is
@@ -209,38 +116,11 @@ class Language:
         """The parameters with a grammar for what the tools' use demands. Raises RequestError."""
         asked = params.structured_outputs
         if options.tools and options.tool_choice != "none":
-            asked = self._with_tools(options, asked)
+            asked = with_tools(options, asked, self.answers)
         reasoning = None if self.answers is None or asked is None else self._reasoning(options)
         if asked is not None and reasoning is not None:
             asked = replace(asked, reasoning=reasoning)
         return params if asked is params.structured_outputs else replace(params, structured_outputs=asked)
-
-    def _with_tools(
-        self, options: AnswerOptions, asked: StructuredOutputsParams | None
-    ) -> StructuredOutputsParams | None:
-        must_call = options.named is not None or options.tool_choice == "required"
-        is_strict = any(tool["function"].get("strict") for tool in options.tools)
-        if not (must_call or is_strict or asked is not None or not options.parallel_tool_calls):
-            return None
-        calls = None if self.answers is None else self.answers.calls
-        json_schema = None if asked is None else dict(ANY_ARGUMENTS) if asked.json_object else asked.json
-        if asked is not None and json_schema is None and not must_call:
-            raise RequestError(f"{asked.param} and tools go together only for a JSON answer", param=asked.param)
-        is_open = not (must_call or asked is not None)  # text may come before a call
-        if calls is None or (is_open and not calls.trigger):
-            if not must_call and asked is None and options.parallel_tool_calls:
-                return None  # strict: nothing can hold this model to a schema in mid-text
-            message = "nothing can hold this model to a form of its calls; leave tool_choice 'auto', and other formats"
-            raise RequestError(f"{message} out", param="tool_choice")
-        assert self.answers is not None
-        marks = {text: token_id for token_id, text in self.answers.shown_tokens.items()}
-        functions = [one for tool in options.tools if options.named in (None, (one := tool["function"])["name"])]
-        tags = [_tag(calls, one, not is_open or bool(one.get("strict")), marks) for one in functions]
-        single = options.named is not None or not options.parallel_tool_calls or calls.separator is None
-        return StructuredOutputsParams(
-            tags=tags, required=not is_open, single=single, json=None if must_call else json_schema, param="tools",
-            listing=(calls.opener, calls.separator or "", calls.closer) if calls.opener else None,
-        )  # fmt: skip
 
     def _reasoning(self, options: AnswerOptions) -> tuple[str, str] | None:
         """The texts around reasoning, which comes before what must match; the first is "" if the prompt has it."""
@@ -253,29 +133,6 @@ class Language:
         if end > start:
             return None  # the prompt has closed it
         return ("", closer) if start >= 0 else (opener, closer)
-
-
-def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool, marks: Mapping[str, int]) -> StructuralTag:
-    """A call of this function. is_strict: its arguments match its schema. marks: special tokens that calls are written
-    with. Raises RequestError.
-    """
-    schema = dict(function.get("parameters") or ANY_ARGUMENTS) if is_strict else dict(ANY_ARGUMENTS)
-    begin, trigger = calls.begin.replace("{name}", function["name"]), "" if calls.opener else calls.trigger
-    name = f"tools: {function['name']}"
-    if schema.get("type", "object") != "object":
-        raise RequestError(f"{name}: parameters are of the type {str(schema['type'])[:80]}; give object", "tools")
-    try:
-        if calls.arguments == "json":
-            return StructuralTag(begin, calls.end, json={"type": "object", **schema}, trigger=trigger)
-        if calls.arguments == "python":
-            return StructuralTag(begin, calls.end, grammar=python_grammar(function["name"], schema))
-        gemma = calls.arguments == "gemma"
-        grammar = GemmaGrammar(schema, marks).text if gemma else parameters_grammar(calls.parameter, schema)
-        return StructuralTag(begin, calls.end, grammar=grammar, trigger=trigger)
-    except RequestError as error:
-        raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
-    except (AttributeError, LookupError, TypeError, RecursionError):
-        raise RequestError(f"{name}: parameters are no JSON schema", "tools") from None
 
 
 def answer_ids(
@@ -294,3 +151,235 @@ def answer_ids(
             break
         count, known = number, said.text
     return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])
+
+
+# -- the text of an answer ---------------------------------------------------------------------------------------------
+class Detokenizer:
+    """Incremental text of one choice; cut before the stop string that is complete first.
+
+    text: everything released so far. stop_string: the stop string that was met (among several that end at the same
+    character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
+    Without a tokenizer all text is "". Special tokens and ids without a token decode to "". The text of the first
+    `min_tokens` tokens is released without a search for stop strings, as is that of a tool call.
+
+    parser: is fed with the text that is released, which then shows the special tokens that delimit its parts. events:
+    of that text; whoever takes them empties the list.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        parser: AnswerParser | None = None,
+    ) -> None:
+        self.text = ""
+        self.events: list[AnswerEvent] = []
+        self.stop_string: str | None = None
+        self.num_tokens = 0
+        self._parser = parser
+        shown = parser.template.shown_tokens if parser else {}
+        self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids, shown)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._held = ""  # whole characters that may begin a stop string
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns newly released text. Tokens after a stop string are not consumed."""
+        released = ""
+        for token_id in token_ids:
+            if self.stop_string is not None:
+                break
+            self.num_tokens += 1
+            if self._decoder is not None:
+                released += self._filter(self._decoder.push(token_id))
+        self.text += released
+        return released
+
+    def finish(self) -> str:
+        """The rest of the text, with an unfinished character as U+FFFD. "" after a stop string."""
+        if self._decoder is None or self.stop_string is not None:
+            return ""
+        released = self._filter(self._decoder.flush())
+        self._parse(self._held)
+        released += self._held
+        self._held = ""
+        self.text += released
+        return released
+
+    def _filter(self, piece: str) -> str:
+        """The part of `_held` and `piece` that can be released; sets stop_string when one is complete."""
+        if not piece or not (self._stop or self._parser):
+            return piece
+        text, self._held = self._held + piece, ""
+        end, stop = self._search(text)
+        self._parse(text[:end])
+        if self._parser is not None and self._parser.inside_call:
+            self._parse(text[end:])
+            return text
+        self.stop_string = stop
+        self._held = "" if stop else text[end:]
+        return text[:end]
+
+    def _search(self, text: str) -> tuple[int, str | None]:
+        """How much of the text no stop string can begin in, and the stop string that is complete after that."""
+        is_call = self._parser is not None and self._parser.inside_call
+        if not self._stop or is_call or self.num_tokens < self._min_tokens:
+            return len(text), None
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:  # the one that ends first, however the text was split; among these the longest
+            _, start, stop = min(found)
+            return start, stop
+        longest = max(len(stop) for stop in self._stop)
+        for start in range(max(0, len(text) - longest + 1), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stop):
+                return start, None
+        return len(text), None
+
+    def _parse(self, text: str) -> None:
+        if self._parser is not None and text:
+            self.events += self._parser.feed(text)
+
+
+class ChoiceText:
+    """Choice `index` of an output, which it fills. Without a tokenizer all text is "". parser: of this choice alone."""
+
+    def __init__(
+        self,
+        output: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        parser: AnswerParser | None = None,
+    ) -> None:
+        self.choice = output.choices[index]
+        self._index = index
+        known = tokenizer if params.detokenize else None
+        self._parser = parser
+        self.choice.parsed_content = None if parser is None else ""
+        self._text = Detokenizer(known, params.stop, output.prompt_token_ids, params.min_tokens, parser)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.stop_string
+
+    def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
+        """The piece for a new token. finish_reason: why the choice ends with it, unless a stop string ends it."""
+        choice = self.choice
+        choice.token_ids.append(token_id)
+        if choice.logprobs is not None and logprob is not None:
+            choice.logprobs.append(logprob)
+        released = "" if finish_reason == "stop" else self._text.append((token_id,))  # an end token has no text
+        if finish_reason is not None:
+            released += self._text.finish()
+        if self.stop_string is not None:
+            finish_reason = "stop"
+        events = self._take_in(released, finish_reason)
+        if finish_reason == "stop" and choice.tool_calls:
+            finish_reason = "tool_calls"
+        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,), events)
+
+    def end(self, finish_reason: str) -> Piece:
+        """Its last piece, if it ends without a token."""
+        released = self._text.finish()
+        return Piece(self._index, released, (), finish_reason, events=self._take_in(released, finish_reason))
+
+    def _take_in(self, released: str, finish_reason: str | None) -> tuple[AnswerEvent, ...] | None:
+        """Add released text to the choice; returns its events, None without a parser."""
+        self.choice.text += released
+        if self._parser is None:
+            return None
+        events, self._text.events = self._text.events, []
+        if finish_reason is not None:
+            events += self._parser.finish(finish_reason)
+        named = tuple(map(_with_id, events))
+        for event in named:
+            self.choice.add(event)
+        return named
+
+
+def _with_id(event: AnswerEvent) -> AnswerEvent:
+    if isinstance(event, ToolCallEvent) and event.state == "whole":
+        return replace(event, id=f"call_{secrets.token_hex(CALL_ID_BYTES)}")
+    return event
+
+
+class _Decoder:
+    """Whole characters from token ids, by decoding a short window again with each token.
+
+    The window is a context token and the tokens whose text is not complete: the prefix/read offset method of Hugging
+    Face's text-generation-inference (`decode_token`) and vLLM. There are three differences. A character that never
+    completes is not waited for: only the last MAX_UNFINISHED U+FFFD are held. The context is not a token `<0x..>`,
+    because byte fallback decodes neighbouring bytes together and calls all of them wrong until the last character is
+    whole. Tokens that decode to nothing do not stay in the window. (tokenizers' own DecodeStream, 0.23, waits for ever
+    in the first case and raises in the second.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], shown: Mapping[int, str]) -> None:
+        """shown: special tokens that have a text here."""
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._window: list[int] = []
+        self._decoded = ""  # text of the window
+        self._num_released = 0  # characters of it
+        prompt = [t for t in prompt_token_ids[-NUM_PROMPT_TOKENS:] if not self._is_silent(t)]
+        if prompt:
+            self._restart(self._context(prompt), 0)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        if token_id in self._shown:
+            piece = self.flush() + self._shown[token_id]
+            self._restart(self._context(self._window), 0)
+            return piece
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text == self._decoded and self._is_silent(token_id):
+            self._window.pop()
+            return ""
+        self._decoded = text
+        num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_UNFINISHED)
+        if num_held and [self._tokenizer.id_to_token(t) for t in self._window[-3:]] == _REPLACEMENT_TOKENS:
+            num_held = 0
+        piece = self._release(len(text) - num_held)
+        if num_held == 0:
+            self._restart(self._context(self._window), 0)
+        elif len(self._window) > MAX_WINDOW_TOKENS:
+            # Any unfinished character lies in the last tokens. What they decode to before it may differ from before,
+            # as they may begin within a character; that has been released.
+            self._restart(self._window[-MAX_UNFINISHED - 1 :], len(text) - self._num_released)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, as the tokenizer decodes it."""
+        return self._release(len(self._decoded))
+
+    def _release(self, end: int) -> str:
+        piece = self._decoded[self._num_released : end]
+        self._num_released = max(self._num_released, end)
+        return piece
+
+    def _restart(self, window: list[int], num_unreleased: int) -> None:
+        self._window = window
+        self._decoded = self._decode(window)
+        self._num_released = max(0, len(self._decoded) - num_unreleased)
+
+    def _context(self, token_ids: list[int]) -> list[int]:
+        """A token that begins the next window, so that a leading space is neither lost nor added."""
+        for token_id in reversed(token_ids):
+            if not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or ""):
+                return [token_id]
+        # Only bytes so far. Any token with text tells a byte-fallback decoder that this is not the beginning.
+        return self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether decoding leaves this token out: no such token, or a special one."""
+        if self._tokenizer.id_to_token(token_id) is None:
+            return True
+        # A lone "▁" also decodes to "", but is not left out: it is the space that the decoder strips.
+        return self._decode([token_id]) == "" and self._tokenizer.decode([token_id], False) != ""

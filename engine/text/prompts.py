@@ -1,17 +1,22 @@
-"""Checks of callers' input: prompts, session ids, lengths; results in order. Bounds first, work later; no torch."""
+"""What callers say to a model, checked: prompts, messages, tools, lengths; results in order. Bounds first, work later.
+
+Knows no model and loads no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import sha256
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.errors import ContextLengthError, RequestError
 
@@ -19,6 +24,9 @@ USUAL_CHARS = 8  # of a token; texts that fit with so many are tokenized without
 PART_CHARS = 2**17
 MAX_HISTORY_CHARS = 2**21  # in a first turn, however much of it is then kept
 SEAM_TOKENS = 64  # by which the tokens of parts may exceed those of the uncut text
+TOOL_NAME = re.compile(r"[\w.-]{1,128}")
+MAX_TOOLS = MAX_TAGS
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
@@ -296,3 +304,111 @@ def check_truncation(truncation: str, truncation_reuse: str) -> None:
     ):
         if value not in known:
             raise RequestError(f"{name} is {value!r}; give one of {', '.join(known)}", param=name)
+
+
+# -- beside messages ---------------------------------------------------------------------------------------------------
+def check_effort(effort: object, param: str) -> None:
+    """Raises RequestError unless it is one of EFFORTS, or None."""
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(f"{param} is {str(effort)[:80]!r}; give one of {', '.join(EFFORTS)}", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request says beside messages and sampling; names and meanings are those of chat completions.
+
+    tools: `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. tool_choice: "auto",
+    "required" (the answer is calls), "none", or `{"type": "function", "function": {"name": ...}}`.
+    parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
+    reasoning_effort: one of EFFORTS, for templates that know it; where they know only on and off, "none" is off.
+    thinking: "drop" takes from a session's context the reasoning that the template does not show, "keep" leaves it.
+    Raises RequestError, which names the field.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+    thinking: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.thinking not in ("keep", "drop"):
+            raise RequestError(f"thinking is {str(self.thinking)[:80]!r}; give keep or drop", param="thinking")
+        check_effort(self.reasoning_effort, "reasoning_effort")
+        tools = self.tools
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestError(f"tools is {tools!r}; give a list of functions", param="tools")
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS}", param="tools")
+        for index, tool in enumerate(tools):
+            _check_tool(tool, f"tools[{index}]")
+        names = [tool["function"]["name"] for tool in tools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RequestError(f"tools has {', '.join(sorted(twice))} twice", param="tools")
+        if self.named is not None and self.named not in names:
+            raise RequestError(f"tool_choice names {self.named!r}, which is none of tools", param="tool_choice")
+        if self.tool_choice == "required" and not tools:
+            raise RequestError("tool_choice is 'required', and there are no tools", param="tool_choice")
+
+    @property
+    def named(self) -> str | None:
+        """The function that must be called."""
+        if self.tool_choice in ("auto", "required", "none"):
+            return None
+        function = self.tool_choice.get("function") if isinstance(self.tool_choice, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            message = f"tool_choice is {str(self.tool_choice)[:80]!r}; give auto, none, required, or a function by name"
+            raise RequestError(message, param="tool_choice")
+        return name
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template, in the names of all families. What chat_template_kwargs says comes first."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return dict(self.chat_template_kwargs)
+        switches = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+        return {"reasoning_effort": effort, **switches, **self.chat_template_kwargs}
+
+    @property
+    def shown_tools(self) -> list[Mapping[str, Any]]:
+        """The tools as the template shows them. `strict` is about the answer."""
+        return [
+            {**tool, "function": {name: part for name, part in tool["function"].items() if name != "strict"}}
+            for tool in self.tools
+        ]
+
+    @property
+    def digest(self) -> bytes:
+        """Of what the prompt depends on beside messages, empty for nothing: 16 bytes each of the tools in order, of the
+        tools in any order, and of the template's variables; zeros for none of these.
+        """
+        if not self.tools and not self.variables:
+            return b""
+        tools = [json.dumps(tool) for tool in self.shown_tools]
+        given = (tools, sorted(tools), self.variables)
+        return b"".join(sha256(json.dumps(part).encode()).digest()[:16] if part else bytes(16) for part in given)
+
+
+NO_OPTIONS = AnswerOptions()
+ToolsGiven: TypeAlias = Sequence[Mapping[str, Any]] | AnswerOptions  # tools, or with how they may be used
+
+
+def options_of(tools: ToolsGiven, thinking: str | None = None) -> AnswerOptions:
+    """thinking: None leaves what the options say."""
+    options = tools if isinstance(tools, AnswerOptions) else AnswerOptions(tools) if tools else NO_OPTIONS
+    return options if thinking is None else replace(options, thinking=thinking)
+
+
+def _check_tool(tool: Mapping[str, Any], path: str) -> None:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise RequestError(f"{path} is no function", param=path)
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        message = f"{path}.function.name is {str(name)[:80]!r}; give 1 to 128 letters, digits, '_', '.' or '-'"
+        raise RequestError(message, param=f"{path}.function.name")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(f"{path}.function.parameters is no JSON schema", param=f"{path}.function.parameters")

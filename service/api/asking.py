@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.engine.sampling_params import StructuredOutputsParams
-from kvstore.engine.text.language import MAX_TOOLS, AnswerOptions
+from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions
 from kvstore.errors import RequestError
 from kvstore.service.http.errors import bad_request
 

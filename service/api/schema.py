@@ -22,8 +22,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kvstore.engine.outputs import CachedTokensDetails, Miss, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import CallIn, check_chars, in_order_of_calls
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, CallIn, check_chars, in_order_of_calls
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.exchange import Context, context_of
 from kvstore.service.api.naming import Naming

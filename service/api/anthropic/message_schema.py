@@ -11,8 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.outputs import Choice, Miss, Usage
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import MAX_TOOLS, AnswerOptions, check_effort
-from kvstore.engine.text.prompts import in_order_of_calls
+from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions, check_effort, in_order_of_calls
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolIn, flat_options_of
 from kvstore.service.api.pinning import seconds_of

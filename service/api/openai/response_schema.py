@@ -9,8 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kvstore.config import SESSION_ID
 from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort
-from kvstore.engine.text.prompts import in_order_of_calls
+from kvstore.engine.text.prompts import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort, in_order_of_calls
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, flat_options_of
 from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.pinning import Breakpoint, pin_s_of

@@ -18,8 +18,7 @@ from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import num_chars_of, texts_of
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, num_chars_of, texts_of
 from kvstore.engine.turns import Turn
 from kvstore.errors import KVStoreError, RequestError
 from kvstore.service.api.exchange import Context, Exchange

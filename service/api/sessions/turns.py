@@ -22,8 +22,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.window import usage_of
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.language import NO_OPTIONS, AnswerOptions
-from kvstore.engine.text.prompts import check_truncation, texts_of
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of
 from kvstore.engine.turns import Hold, Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api import schema

@@ -14,7 +14,7 @@ from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.records import Evict, ReadResult
 from kvstore.engine.sessions.misses import common_prefix
 from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.text.language import NO_OPTIONS
+from kvstore.engine.text.prompts import NO_OPTIONS
 from kvstore.policy.planner import LoadChoice, Way
 from tests.engine.faults.test_store_faults import value_pages as pages_of_values
 from tests.support.engines import evict_cpu, evict_hbm, greedy, open_engine, save_model, settle

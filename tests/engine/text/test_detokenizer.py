@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, TextDelta, ToolCall, ToolCallEvent, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
-from kvstore.engine.text.detokenizer import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, Detokenizer
+from kvstore.engine.text.language import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, Detokenizer
 from kvstore.engine.text.response_template import ResponseTemplate
 
 SENTENCES = [

@@ -206,11 +206,11 @@ def test_what_is_no_name_in_python_cannot_be_called_in_it(name, argument):
 
 
 def test_without_tools_and_reasoning_there_is_no_parser():
-    assert language("granite").new_parser() is None
-    assert language("granite").new_parser(AnswerOptions(TOOLS, "none")) is None
-    assert language("granite").new_parser(AnswerOptions(TOOLS)) is not None
-    assert language("hermes", reasons=True).new_parser() is not None
-    assert replace(language("hermes"), answers=None).new_parser(AnswerOptions(TOOLS)) is None
+    assert language("granite").parser()() is None
+    assert language("granite").parser(AnswerOptions(TOOLS, "none"))() is None
+    assert language("granite").parser(AnswerOptions(TOOLS))() is not None
+    assert language("hermes", reasons=True).parser()() is not None
+    assert replace(language("hermes"), answers=None).parser(AnswerOptions(TOOLS))() is None
 
 
 def test_what_nothing_can_hold_a_model_to_is_refused():

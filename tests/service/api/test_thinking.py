@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvstore.engine.text.language import EFFORTS
+from kvstore.engine.text.prompts import EFFORTS
 from tests.support.service.serving import serving
 from tests.support.service.talking import SHORT, talking_body
 from tests.support.thinking import THINKING, THOUGHT, as_asked
