@@ -147,6 +147,18 @@ class Usage:
         return self.cached_tokens_details.total
 
 
+def sum_usage(usages: Sequence[Usage]) -> Usage:
+    """Of several answers: the first miss, and the least that the window had left for one."""
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages),
+        sum((usage.cached_tokens_details for usage in usages), CachedTokensDetails()),
+        min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None),
+        next((usage.miss for usage in usages if usage.miss is not None), None),
+        next((usage.thinking for usage in usages if usage.thinking is not None), None),
+        sum(usage.cache_write_tokens for usage in usages),
+    )  # fmt: skip
+
+
 MOST_ASKED = 10_000
 
 

@@ -4,7 +4,7 @@
 - `http/`: what surrounds every route
 - `api/`: routes
 - `command/`: the `kvstore` command
-- `app`: joins all routes, and what happens around each: request id, errors, access, counts
+- `app`: joins all routes
 - `replicas/`: several servers behind Ray Serve
 - `server`: `kvstore serve`: port, loading, signals, orderly end
 

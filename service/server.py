@@ -31,8 +31,6 @@ from kvstore.remote.names import PREFILL_KEY, fleet_secret
 from kvstore.service.api import prefill
 from kvstore.service.api.exchange import Context
 from kvstore.service.api.health import watch
-from kvstore.service.api.metrics import Metrics
-from kvstore.service.api.traces import Traces
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import Route, unavailable
@@ -45,7 +43,7 @@ from kvstore.service.http.limits import (
     ensure_descriptors,
 )
 from kvstore.service.http.listening import tls_context, unix_socket
-from kvstore.service.http.logs import log, set_up_logging
+from kvstore.service.http.telling import Metrics, Traces, log, set_up_logging
 from kvstore.service.settings.serve_options import ServeOptions
 
 OpenEngine = Callable[[], Any]

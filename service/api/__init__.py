@@ -6,16 +6,15 @@
 - `admin`: the administrator's routes
 - `asking`: what a request may want of the form of its answer: tools, formats, variables of the chat template
 - `edge`: /metrics, version, models, tokens
-- `exchange`: a request and its answer: what every handler can reach, the engine's last counters, what is known of one
-  request, and one way to answer, whole or as events, in the words of a route's dialect
+- `exchange`: a request and its answer: what every handler can reach, what is known of one request, what happens around
+  each handler, and one way to answer, whole or as events, in the words of a route's dialect
 - `health`: /health, its like and /ready, and lines in the log when what they tell changes
-- `metrics`: /metrics: what is counted of requests and answers, and what the engine counts
+- `metrics`: the page of /metrics, and the engine's last counters
 - `naming`: names that clients give to conversations: headers and fields in one table
 - `openapi`: /openapi.json from the table of routes and the types of bodies
 - `page`: the web page's static files
 - `prefill`: prompts of other servers, computed here
 - `schema`: JSON bodies: limits, bounded types, unknown fields, messages that name the field; usage and times
-- `traces`: spans of requests for a collector of OpenTelemetry
 
 Decisions:
 

@@ -16,6 +16,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import num_chars_of
 from kvstore.service.api.exchange import Context, context_of, tenant_of
+from kvstore.service.api.metrics import metrics_page
 from kvstore.service.api.schema import Messages, TokenId, UsageObject, accept, check_model, messages_of, usage_object
 from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 
@@ -26,7 +27,7 @@ async def metrics(request: web.Request) -> web.Response:
     context = context_of(request)
     stats = await context.stats.get()
     vllm_model = context.model_name if context.options.vllm_metrics else None
-    page = context.metrics.render({} if "error" in stats or context.is_silent else stats, vllm_model)
+    page = metrics_page(context.metrics, {} if "error" in stats or context.is_silent else stats, vllm_model)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
@@ -197,7 +198,9 @@ def _chat_ids(language: Language, messages: list[Message]) -> list[int]:
 
 
 ROUTES = (
-    Route("GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server"),
+    Route(
+        "GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server", is_polled=True
+    ),
     Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
     Route("GET", "/requests/{id}/why", why, "user", "Why one of the last requests missed.", None, Why, "server"),
     Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),

@@ -1,34 +1,44 @@
-"""A request and its answer: what every handler can reach, what is known of one request, and the one way to answer it.
+"""A request and its answer, on every route: what handlers can reach and what is known of the request; what happens
+around each handler: request id, errors, access, counts; and the one way to answer on those that talk.
 
-On every route that talks an answer is whole, or a stream of events, in the words of the route's dialect. Once a
-stream's headers are sent, errors are events. Knows no route and no session.
+That is whole, or as a stream of events, in the words of the route's dialect. Once a stream's headers are sent, errors
+are events. Knows no route and no session.
 """
 
 import asyncio
+import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.turns import Claims, Turn
-from kvstore.service.api.metrics import Metrics
-from kvstore.service.api.traces import Traces
+from kvstore.service.api.metrics import RecentStats
 from kvstore.service.http.access import Access
-from kvstore.service.http.errors import ApiError, ReaderGone, api_error, json_response
-from kvstore.service.http.limits import Deadline, Limits
+from kvstore.service.http.errors import (
+    ApiError,
+    Handler,
+    ReaderGone,
+    Route,
+    api_error,
+    error_response,
+    json_response,
+    unavailable,
+)
+from kvstore.service.http.limits import Deadline, Limits, new_request_id
+from kvstore.service.http.telling import Metrics, Traces, counts_of, log
 from kvstore.service.settings.serve_options import ServeOptions
 from kvstore.sessions.record import SessionKey
 
-WAIT_S = 0.5
-STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
-FAILING_S = 60.0
 R = TypeVar("R")
 State = Literal["starting", "running", "stopping"]
 CLEAN_UP_S = 1.0  # for an answer whose reader has gone, unless its engine does not answer
@@ -39,53 +49,11 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # a proxy must not hold events back
 }
 DONE = b"data: [DONE]\n\n"
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# W3C Trace Context: version, trace, span, flags. A later version may have more, which is left out.
+TRACE = re.compile(r"(?!ff|00.{54})([0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(?:-.*)?")
+CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never sent
 Event = tuple[str | None, Any]  # its name, if the dialect names events, and its data
-
-
-class RecentStats:
-    """The counters of one engine. Used in the server's event loop only.
-
-    stuck_s: longer than any step takes; failing_s: for so long a failure is told, unless something is stored sooner.
-    """
-
-    def __init__(self, engine: AsyncEngine, stuck_s: float = STUCK_S, failing_s: float = FAILING_S) -> None:
-        self._engine, self._stuck_s, self._failing_s = engine, stuck_s, failing_s
-        self._known: dict[str, Any] = {}
-        self._asking: asyncio.Task[None] | None = None
-        self._asked_s = 0.0  # when the last question was put, on the monotonic clock
-        self._outcomes = (0, 0)  # of changes to sessions: failed, stored
-        self._failing_until_s = 0.0  # monotonic
-
-    async def get(self) -> dict[str, Any]:
-        """The counters; older ones while a long step keeps the engine from answering."""
-        if self._asking is None or self._asking.done():
-            self._asking, self._asked_s = asyncio.create_task(self._ask()), time.monotonic()
-        await asyncio.wait({self._asking}, timeout=WAIT_S)
-        return self._known
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a query has been open for longer than any step takes."""
-        is_open = self._asking is not None and not self._asking.done()
-        return is_open and time.monotonic() > self._asked_s + self._stuck_s
-
-    @property
-    def sessions_fail(self) -> bool:
-        """Whether turns recently could not be stored."""
-        return time.monotonic() < self._failing_until_s
-
-    async def _ask(self) -> None:
-        try:
-            self._known = {**await self._engine.call(self._engine.engine.stats)}
-        except Exception as error:  # whatever it is, it must not be /health that fails
-            self._known = {"error": type(error).__name__}
-            return
-        sessions = self._known.get("sessions") or {}
-        before, self._outcomes = self._outcomes, (sessions.get("failed", 0), sessions.get("committed", 0))
-        if self._outcomes[0] > before[0]:
-            self._failing_until_s = time.monotonic() + self._failing_s
-        elif self._outcomes[1] > before[1]:
-            self._failing_until_s = 0.0
 
 
 @dataclass(slots=True)
@@ -186,6 +154,134 @@ def context_of(request: web.Request) -> Context:
 def tenant_of(request: web.Request) -> str:
     """The tenant whose key the request carries; "" where there are no keys."""
     return request[EXCHANGE].tenant
+
+
+# -- what happens around each handler ----------------------------------------------------------------------------------
+def route_of(request: web.Request) -> Route | None:
+    """None for an unknown path or method."""
+    return getattr(request.match_info.handler, "route", None)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "kvstore"
+    for name in ("X-Request-Id", "Request-Id"):  # OpenAI's clients read the one, Anthropic's the other
+        response.headers[name] = request[EXCHANGE].request_id
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers.update(context_of(request).access.shared_with(request))
+    response.headers.setdefault("Cache-Control", "no-store")
+    # The rest of a body must not be read as the next request. Who is told to go elsewhere must connect anew.
+    if not request.content.is_eof() or context_of(request).limits.is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Write one line in the log and count one for every request, however it ends."""
+    given = request.headers.get("X-Request-Id", "")
+    route = route_of(request)
+    exchange = request[EXCHANGE] = Exchange(
+        given if REQUEST_ID.fullmatch(given) else new_request_id(), "unknown" if route is None else route.template
+    )
+    started_s, status = time.monotonic(), CLIENT_GONE
+    try:
+        response = await handler(request)
+        status = exchange.status or response.status
+        return response
+    finally:
+        _tell(request, route, status, started_s)
+
+
+def _tell(request: web.Request, route: Route | None, status: int, started_s: float) -> None:
+    exchange, context, seconds = request[EXCHANGE], context_of(request), time.monotonic() - started_s
+    trace = TRACE.fullmatch(request.headers.get("traceparent", ""))
+    context.metrics.request_ended(exchange.route, request.method, status, seconds)
+    fields = {
+        "request_id": exchange.request_id,
+        "method": request.method[:20],
+        "route": exchange.route,
+        "status": status,
+        "seconds": seconds,
+        "traceparent": trace and trace[1],
+        "tenant": exchange.tenant or None,
+        "code": exchange.error_code,
+        **counts_of(exchange.outputs),
+    }
+    is_polled = route is not None and route.is_polled
+    log("request", fields, logging.DEBUG if is_polled else logging.INFO)
+    if context.traces is not None and not is_polled:
+        answers = [output.timings for output in exchange.outputs]
+        context.traces.request_ended(fields, request.headers, answers, started_s)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every exception into an answer. After a stream's headers it has already been sent as an event."""
+    exchange = request[EXCHANGE]
+    try:
+        async with context_of(request).limits.deadline() as exchange.deadline:
+            return await handler(request)
+    except ReaderGone:
+        raise asyncio.CancelledError from None  # as for every client that went away
+    except Exception as error:
+        told = api_error(error)
+        if told.code in ("internal_error", "store_error"):  # the client is not told why
+            log("a handler failed", {"request_id": exchange.request_id}, logging.ERROR, error)
+        _let_go(error)
+        if told.status in (401, 403, 413, 429, 503) and told.code is not None:  # refused before any work
+            context_of(request).metrics.refused(told.code)
+        exchange.status, exchange.error_code = told.status, told.code
+        begun = exchange.response
+        if begun is not None and begun.prepared:
+            return begun
+        route = route_of(request)
+        return error_response(told, None if route is None else route.errors.of(told, exchange.request_id))
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop the exception's frames: their tasks refer to it, and their texts would stay for the collector."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse requests without the route's key, and all but public routes until the model is loaded."""
+    context, route = context_of(request), route_of(request)
+    if request.version not in (HttpVersion10, HttpVersion11):  # aiohttp takes a line without a version for HTTP/0.9
+        raise ApiError(400, "this is not HTTP/1.0 or HTTP/1.1", code="bad_request")
+    if (preflight := context.access.preflight(request)) is not None:
+        return preflight
+    if route is not None:
+        exchange = request[EXCHANGE]
+        exchange.tenant = context.access.check(request, route)
+        if exchange.deadline is not None:
+            exchange.deadline.check_key = partial(context.access.check, request, route)
+        if route.access != "public":
+            _check_state(context)
+    elif isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        raise _nowhere(request)
+    return await handler(request)
+
+
+def _nowhere(request: web.Request) -> ApiError:
+    """A client of OpenAI's is told which of those routes there are."""
+    message, prefix = "there is nothing at this path", "/v1/"
+    if request.path.startswith(prefix):
+        known = (getattr(one.handler, "route", None) for one in request.app.router.routes())
+        paths = {route.template for route in known if route is not None and route.path.startswith(prefix)}
+        message += f"; there are {', '.join(sorted(paths))}"
+    return ApiError(404, message, code="not_found")
+
+
+def _check_state(context: Context) -> None:
+    if context.state == "starting":
+        raise unavailable("the model is being loaded; try again", "starting")
+    if context.state == "stopping":
+        raise unavailable("the server is shutting down", "stopping")
+    if context.has_failed:
+        raise unavailable("the engine has failed", "engine_failed")
 
 
 # -- an answer -------------------------------------------------------------------------------------------------------

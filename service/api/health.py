@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from kvstore.service.api.exchange import Context, context_of
-from kvstore.service.http.errors import Route, json_response
-from kvstore.service.http.logs import log
+from kvstore.service.http.errors import Handler, Route, json_response
+from kvstore.service.http.telling import log
 
 WATCH_S = 5.0
 
@@ -111,10 +111,14 @@ def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> dict[str, Any]
     return {code: value for code, value in found.items() if value}
 
 
+def _polled(path: str, handler: Handler, summary: str, answer: type = Health) -> Route:
+    return Route("GET", path, handler, "public", summary, None, answer, "server", is_polled=True)
+
+
 ROUTES = (
-    Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
-    Route("GET", "/healthz", healthz, "public", "The same, under Kubernetes' name.", None, Health, "server"),
-    Route("GET", "/ping", ping, "public", "The same, under SageMaker's name.", None, Health, "server"),
-    Route("GET", "/livez", live, "public", "Whether only a restart helps: then 503.", None, Health, "server"),
-    Route("GET", "/ready", ready, "public", "Whether new requests are taken.", None, Ready, "server"),
+    _polled("/health", health, "Whether the server works."),
+    _polled("/healthz", healthz, "The same, under Kubernetes' name."),
+    _polled("/ping", ping, "The same, under SageMaker's name."),
+    _polled("/livez", live, "Whether only a restart helps: then 503."),
+    _polled("/ready", ready, "Whether new requests are taken.", Ready),
 )

@@ -1,12 +1,11 @@
 """The service's own counters and the engine's, in Prometheus' text format.
 
-Belongs to the event loop's thread. Labels are bounded: a route's pattern, never a path; no tenant, no user. A metric
-that vLLM has, too, has vLLM's name and meaning. Counters begin anew with the engine, as Prometheus expects.
+A metric that vLLM has, too, has vLLM's name and meaning. Counters begin anew with the engine, as Prometheus expects.
 """
 
-from collections import Counter, defaultdict
+import asyncio
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from kvstore.engine.outputs import MISSES, RequestOutput
+from kvstore.engine.async_engine import AsyncEngine
+from kvstore.service.http.telling import PHASES, Labels, Metrics
 from kvstore.stats import Histogram
 
+WAIT_S = 0.5
+STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
+FAILING_S = 60.0
 PREFIX = "kvstore:"
 VLLM_PREFIX = "vllm:"
 VLLM_NAMES = frozenset({  # of what means the same there
@@ -33,27 +36,8 @@ PREFILL_FAILURES = ("late", "unreachable", "down", "busy")
 STEP_PHASES = ("schedule", "build", "forward", "sample", "update")
 Values = Mapping[Any, float]  # by tuples of as many texts as there are labels, a type that mypy cannot infer
 Stats = Mapping[str, Any]
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-TTFT_BOUNDS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
-)  # fmt: skip
-# vLLM's bounds, with a few smaller ones for small models and cached prompts.
-TOKEN_BOUNDS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
-)  # fmt: skip
-REQUEST_BOUNDS_S = (
-    0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960,
-    1920, 7680,
-)  # fmt: skip
-HTTP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-COUNT_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-PHASES = {  # of each answer, as in its timings
-    "queue": "Waiting for its turn.",
-    "load": "Waiting for blocks from disk before the first step.",
-    "prefill": "From the first step to the first token.",
-    "decode": "From the first token to the last.",
-}
-Labels = tuple[str, ...]
+OWN_PROCESS = CollectorRegistry()
+ProcessCollector(registry=OWN_PROCESS)  # memory, descriptors, CPU time, under their standard names
 
 
 # -- families --------------------------------------------------------------------------------------------------------
@@ -310,84 +294,82 @@ def _sessions(sessions: Stats) -> Iterator[Metric]:
     yield counter("damaged_sessions", "Records of sessions that could not be read.", sessions["damaged"])
 
 
-class Metrics:
-    """The metrics of one server. `render` may be called at any time; it is given the engine's counters."""
+# -- the engine's counters ------------------------------------------------------------------------------------------
+class RecentStats:
+    """The counters of one engine. Used in the server's event loop only.
 
-    def __init__(self) -> None:
-        self._process = CollectorRegistry()
-        ProcessCollector(registry=self._process)  # memory, descriptors, CPU time, under their standard names
-        self._requests: Counter[Labels] = Counter()
-        self._refused: Counter[Labels] = Counter()
-        self._finished: Counter[Labels] = Counter({("stop",): 0, ("length",): 0, ("abort",): 0})
-        self._http_s = _histograms(HTTP_BOUNDS_S)
-        self._ttft_s, self._e2e_s = _histograms(TTFT_BOUNDS_S), _histograms(REQUEST_BOUNDS_S)
-        self._itl_s, self._per_token_s = _histograms(TOKEN_BOUNDS_S), _histograms(TOKEN_BOUNDS_S)
-        self._phases = {phase: Histogram(REQUEST_BOUNDS_S) for phase in PHASES}
-        self._misses = Counter({(cause,): 0 for cause in MISSES})
-        self._prompt_tokens, self._generation_tokens = Histogram(COUNT_BOUNDS), Histogram(COUNT_BOUNDS)
+    stuck_s: longer than any step takes; failing_s: for so long a failure is told, unless something is stored sooner.
+    """
 
-    def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP request that was answered to its end. route: the pattern, or one word where none matched."""
-        method = method if method in METHODS else "other"  # a client may invent any number of them
-        self._requests[(route, method, str(status))] += 1
-        self._http_s[(route, method)].observe(seconds)
+    def __init__(self, engine: AsyncEngine, stuck_s: float = STUCK_S, failing_s: float = FAILING_S) -> None:
+        self._engine, self._stuck_s, self._failing_s = engine, stuck_s, failing_s
+        self._known: dict[str, Any] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_s = 0.0  # when the last question was put, on the monotonic clock
+        self._outcomes = (0, 0)  # of changes to sessions: failed, stored
+        self._failing_until_s = 0.0  # monotonic
 
-    def refused(self, reason: str) -> None:
-        """Count a request that was refused before any work. The reason is one of a few fixed words."""
-        self._refused[(reason,)] += 1
+    async def get(self) -> dict[str, Any]:
+        """The counters; older ones while a long step keeps the engine from answering."""
+        if self._asking is None or self._asking.done():
+            self._asking, self._asked_s = asyncio.create_task(self._ask()), time.monotonic()
+        await asyncio.wait({self._asking}, timeout=WAIT_S)
+        return self._known
 
-    def answer_ended(self, output: RequestOutput, route: str, itl_s: Sequence[float] | None = None) -> None:
-        """Count an answer that has ended. itl_s: seconds between its pieces, if they were read as they came."""
-        usage, timings, labels = output.usage, output.timings, (route,)
-        for choice in output.choices:
-            self._finished[(choice.finish_reason or "abort",)] += 1
-        if usage.miss is not None:
-            self._misses[(usage.miss.cause,)] += usage.miss.tokens
-        self._prompt_tokens.observe(usage.prompt_tokens)
-        self._generation_tokens.observe(usage.completion_tokens)
-        for phase, found in self._phases.items():
-            if (seconds := getattr(timings, f"{phase}_s")) is not None:
-                found.observe(seconds)
-        if output.ttft_s is not None:
-            self._ttft_s[labels].observe(output.ttft_s)
-            self._e2e_s[labels].observe(output.ttft_s + (timings.decode_s or 0.0))
-        num_after_first = max((len(choice.token_ids) for choice in output.choices), default=0) - 1
-        if timings.decode_s is not None and num_after_first > 0:
-            self._per_token_s[labels].observe(timings.decode_s / num_after_first)
-        for seconds in itl_s or ():
-            self._itl_s[labels].observe(seconds)
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a query has been open for longer than any step takes."""
+        is_open = self._asking is not None and not self._asking.done()
+        return is_open and time.monotonic() > self._asked_s + self._stuck_s
 
-    def render(self, stats: Stats, vllm_model: str | None = None) -> bytes:
-        """Return the page. stats: `Engine.stats()`, empty when no engine answers. vllm_model: the model's name, where
-        vLLM's names are shown, too.
-        """
-        families = [*self._families(), *engine_families(stats)]
-        if vllm_model is not None:
-            families += as_vllm_shows(families, vllm_model)
-        families += self._process.collect()
-        return generate_latest(SimpleNamespace(collect=lambda: families))
+    @property
+    def sessions_fail(self) -> bool:
+        """Whether turns recently could not be stored."""
+        return time.monotonic() < self._failing_until_s
 
-    def _families(self) -> Iterator[Metric]:
-        yield counter("http_requests", "HTTP requests.", self._requests, ["route", "method", "status"])
-        yield _shown("http_request_duration_seconds", "Until the answer's end.", self._http_s, ["route", "method"])
-        yield counter("refused_requests", "Requests turned away, by reason.", self._refused, ["reason"])
-        yield counter("request_success", "Answers, by how they ended.", self._finished, ["finished_reason"])
-        text = "Prompt tokens that were computed although an earlier request of their conversation had them."
-        yield counter("miss_tokens", text, self._misses, ["cause"])
-        yield _shown("time_to_first_token_seconds", "From arrival to the first token.", self._ttft_s, ["route"])
-        yield _shown("inter_token_latency_seconds", "Between two pieces of an answer.", self._itl_s, ["route"])
-        text = "Mean time of a token after the first, of each answer."
-        yield _shown("request_time_per_output_token_seconds", text, self._per_token_s, ["route"])
-        yield _shown("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e_s, ["route"])
-        for phase, found in self._phases.items():
-            yield histogram(f"request_{phase}_time_seconds", PHASES[phase], {(): found.as_dict()})
-        yield histogram("request_prompt_tokens", "Prompt tokens of an answer.", {(): self._prompt_tokens.as_dict()})
-        text = "Tokens generated for an answer."
-        yield histogram("request_generation_tokens", text, {(): self._generation_tokens.as_dict()})
+    async def _ask(self) -> None:
+        try:
+            self._known = {**await self._engine.call(self._engine.engine.stats)}
+        except Exception as error:  # whatever it is, it must not be /health that fails
+            self._known = {"error": type(error).__name__}
+            return
+        sessions = self._known.get("sessions") or {}
+        before, self._outcomes = self._outcomes, (sessions.get("failed", 0), sessions.get("committed", 0))
+        if self._outcomes[0] > before[0]:
+            self._failing_until_s = time.monotonic() + self._failing_s
+        elif self._outcomes[1] > before[1]:
+            self._failing_until_s = 0.0
 
 
-def _histograms(bounds: tuple[float, ...]) -> defaultdict[Labels, Histogram]:
-    return defaultdict(partial(Histogram, bounds))
+# -- the page --------------------------------------------------------------------------------------------------------
+def metrics_page(counts: Metrics, stats: Stats, vllm_model: str | None = None) -> bytes:
+    """The page. stats: `Engine.stats()`, empty when no engine answers. vllm_model: the model's name, where vLLM's names
+    are shown, too.
+    """
+    families = [*_of_requests(counts), *engine_families(stats)]
+    if vllm_model is not None:
+        families += as_vllm_shows(families, vllm_model)
+    families += OWN_PROCESS.collect()
+    return generate_latest(SimpleNamespace(collect=lambda: families))
+
+
+def _of_requests(counts: Metrics) -> Iterator[Metric]:
+    yield counter("http_requests", "HTTP requests.", counts.requests, ["route", "method", "status"])
+    yield _shown("http_request_duration_seconds", "Until the answer's end.", counts.http_s, ["route", "method"])
+    yield counter("refused_requests", "Requests turned away, by reason.", counts.refusals, ["reason"])
+    yield counter("request_success", "Answers, by how they ended.", counts.finished, ["finished_reason"])
+    text = "Prompt tokens that were computed although an earlier request of their conversation had them."
+    yield counter("miss_tokens", text, counts.misses, ["cause"])
+    yield _shown("time_to_first_token_seconds", "From arrival to the first token.", counts.ttft_s, ["route"])
+    yield _shown("inter_token_latency_seconds", "Between two pieces of an answer.", counts.itl_s, ["route"])
+    text = "Mean time of a token after the first, of each answer."
+    yield _shown("request_time_per_output_token_seconds", text, counts.per_token_s, ["route"])
+    yield _shown("e2e_request_latency_seconds", "From arrival to the last token.", counts.e2e_s, ["route"])
+    for phase, found in counts.phases.items():
+        yield histogram(f"request_{phase}_time_seconds", PHASES[phase], {(): found.as_dict()})
+    yield histogram("request_prompt_tokens", "Prompt tokens of an answer.", {(): counts.prompt_tokens.as_dict()})
+    text = "Tokens generated for an answer."
+    yield histogram("request_generation_tokens", text, {(): counts.generation_tokens.as_dict()})
 
 
 def _shown(name: str, text: str, found: dict[Labels, Histogram], labels: Sequence[str]) -> Metric:

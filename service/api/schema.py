@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.outputs import CachedTokensDetails, Miss, Timings, Usage
+from kvstore.engine.outputs import Miss, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, CallIn, check_chars, in_order_of_calls
@@ -467,20 +467,12 @@ class TimingsObject(msgspec.Struct):
 
 
 def usage_object(usage: Usage) -> UsageObject:
-    return sum_usage([usage])
-
-
-def sum_usage(usages: list[Usage]) -> UsageObject:
-    details = sum((usage.cached_tokens_details for usage in usages), CachedTokensDetails())
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    completion = sum(usage.completion_tokens for usage in usages)
+    details, total = usage.cached_tokens_details, usage.prompt_tokens + usage.completion_tokens
     by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
-    capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
-    misses = [usage.miss for usage in usages if usage.miss is not None]
-    thinking = next((usage.thinking for usage in usages if usage.thinking is not None), UNSET)
-    num_written = sum(usage.cache_write_tokens for usage in usages)
-    of_prompt = PromptTokensDetails(details.total, by_tier, num_written, misses[0] if misses else UNSET, thinking)
-    return UsageObject(prompt, completion, prompt + completion, of_prompt, capped)
+    of_prompt = PromptTokensDetails(
+        details.total, by_tier, usage.cache_write_tokens, usage.miss or UNSET, usage.thinking or UNSET
+    )
+    return UsageObject(usage.prompt_tokens, usage.completion_tokens, total, of_prompt, usage.capped_max_tokens)
 
 
 def timings_object(timings: Timings) -> TimingsObject:

@@ -6,7 +6,7 @@ Knows no route.
 - `errors`: errors in OpenAI's shape, which exception becomes which, and a route with the errors that it may answer
 - `listening`: the certificate of HTTPS, the file of a Unix socket
 - `limits`: how many connections, how slow these may be; how much runs and waits, how long a request may take
-- `logs`: one line a request, text or JSON
+- `telling`: what is told of requests: one line in the log, text or JSON; counts; spans for a collector
 
 Decisions:
 

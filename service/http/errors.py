@@ -157,7 +157,8 @@ def _http_error(error: web.HTTPException) -> ApiError:
 @dataclass(frozen=True)
 class Route:
     """One route of the service. body, answer, status: types of the JSON and the status of a success, for the
-    description of the interface. errors: type of the JSON of an error, with `ErrorBody.of`.
+    description of the interface. errors: type of the JSON of an error, with `ErrorBody.of`. is_polled: by machines,
+    every few seconds.
     """
 
     method: str
@@ -170,6 +171,7 @@ class Route:
     tag: str = ""
     status: int = 200
     errors: type[Any] = ErrorBody
+    is_polled: bool = False
 
     def __post_init__(self) -> None:
         if self.body is not None:

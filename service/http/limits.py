@@ -22,7 +22,7 @@ from aiohttp import web
 
 from kvstore.errors import KVStoreError
 from kvstore.service.http.errors import NO_RETRY, ApiError, error_response, unavailable
-from kvstore.service.http.logs import log
+from kvstore.service.http.telling import log
 from kvstore.service.settings.serve_options import ServeOptions
 
 # The kernel's buffer for each connection. It bounds what a reader that has stopped can hold back. The kernel asks for

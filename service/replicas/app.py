@@ -16,7 +16,7 @@ from kvstore.engine.model.files import check_speaks
 from kvstore.engine.ranks.on_ray import connected
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.service.http.listening import tls_context
-from kvstore.service.http.logs import log, set_up_logging
+from kvstore.service.http.telling import log, set_up_logging
 from kvstore.service.server import EXIT_ENGINE_FAILED
 from kvstore.service.settings.config_file import effective, text_of
 from kvstore.service.settings.engine_options import arguments_of, engine_command, with_tiers

@@ -18,7 +18,7 @@ from kvstore.remote.names import fleet_secret
 from kvstore.service.api.sessions.turns import NEW_SESSION
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import unavailable
-from kvstore.service.http.logs import log, set_up_logging
+from kvstore.service.http.telling import log, set_up_logging
 from kvstore.service.replicas.replica import Head, PassedRequest, Whole, is_of_one_hop, refusal
 from kvstore.service.replicas.routing import affinity_of, concerns_everyone, joined
 from kvstore.service.settings.serve_options import ServeOptions

@@ -27,7 +27,7 @@ from kvstore.errors import KVStoreError, StoreError
 from kvstore.service.api.health import watch
 from kvstore.service.http.errors import ApiError, unavailable
 from kvstore.service.http.limits import ensure_descriptors
-from kvstore.service.http.logs import log, set_up_logging
+from kvstore.service.http.telling import log, set_up_logging
 from kvstore.service.server import Server, open_engine, store_of
 from kvstore.service.settings.options import default_store
 from kvstore.service.settings.serve_options import ServeOptions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.service.command import cli
-from kvstore.service.http.logs import LOGGER, JsonFormatter, TextFormatter
+from kvstore.service.http.telling import LOGGER, JsonFormatter, TextFormatter
 from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.service.browser import Tabs, chromium
 from tests.support.service.server_process import without_progress

@@ -343,4 +343,4 @@ def test_no_handler_reads_a_body_by_itself():
         for path in sorted(Path(page.__file__).parents[1].rglob("*.py"), key=lambda path: path.name)
         if re.search(r"request\.(json|text|read|post|content)\b", path.read_text())
     ]
-    assert found == ["app.py", "schema.py"]
+    assert found == ["exchange.py", "schema.py"]

@@ -12,7 +12,7 @@ from hashlib import sha256
 import pytest
 
 from kvstore.service.app import ROUTES
-from kvstore.service.http.logs import LOGGER
+from kvstore.service.http.telling import LOGGER
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, raw_request, serving
 from tests.support.service.talking import SECRET, SHORT, TALKING_ROUTES, WRONG, Stream, chat, talking_body, tenants

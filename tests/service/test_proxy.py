@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.service.api.metrics import metrics_page
 from tests.support.faults import before_each_step
 from tests.support.redis_server import free_port
 from tests.support.service.browser import Tabs
@@ -184,4 +185,4 @@ def test_requests_go_to_the_other_server_while_one_is_drained(server: Serving, t
             for _ in range(4):
                 assert proxied.post("/chat", {"message": "Hello", **SHORT}).status == 200
             assert running.rest()[-1] == "[DONE]"
-        assert drained.context.metrics.render({}).count(b'status="503"') >= 1
+        assert metrics_page(drained.context.metrics, {}).count(b'status="503"') >= 1

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
+from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob, sum_usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
 from kvstore.engine.turns import Turn
@@ -26,7 +26,7 @@ from kvstore.service.api.schema import (
     accept,
     check_chars_of,
     sampling_params,
-    sum_usage,
+    usage_object,
 )
 from kvstore.service.http.errors import Route, bad_request
 
@@ -159,7 +159,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
 
     def last(self, turns: Turns, results: Sequence[RequestOutput]) -> Iterable[Event]:
         if self.body.wants_usage:
-            yield None, self._completion([], sum_usage([output.usage for output in results]))
+            yield None, self._completion([], usage_object(sum_usage([output.usage for output in results])))
 
     def whole(self, turns: Turns, results: Sequence[RequestOutput]) -> Completion:
         choices: list[CompletionChoice] = []
@@ -168,7 +168,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
                 logprobs = None if choice.logprobs is None else self._logprobs(choice.logprobs, len(before))
                 text = before + choice.text
                 choices.append(CompletionChoice(len(choices), text, choice.finish_reason, logprobs, choice.stop_reason))
-        return self._completion(choices, sum_usage([output.usage for output in results]))
+        return self._completion(choices, usage_object(sum_usage([output.usage for output in results])))
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageObject | None) -> Completion:
         return Completion(**self.head, choices=choices, usage=usage)

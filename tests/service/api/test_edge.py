@@ -8,8 +8,8 @@ import pytest
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import DegradedError
-from kvstore.service.api.exchange import RecentStats
 from kvstore.service.api.health import health_reasons
+from kvstore.service.api.metrics import RecentStats
 from kvstore.service.api.page import FILES
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, server_fixture, serving

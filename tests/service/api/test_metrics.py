@@ -7,7 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Timings, Usage
-from kvstore.service.api.metrics import TTFT_BOUNDS_S, VLLM_NAMES, Metrics
+from kvstore.service.api.metrics import VLLM_NAMES, metrics_page
+from kvstore.service.http.telling import TTFT_BOUNDS_S, Metrics
 from tests.support.engines import ask, evict_cpu, open_engine, save_model, settle, tokens
 
 BLOCK_TOKENS = 16
@@ -66,7 +67,7 @@ def stats(engine) -> dict:
 def test_an_answer_is_counted_with_its_times():
     metrics = Metrics()
     metrics.answer_ended(output(), "/chat", [0.002, 0.3])
-    page = Page(metrics.render({}))
+    page = Page(metrics_page(metrics, {}))
     assert page("request_success_total", finished_reason="stop") == 1
     assert page("time_to_first_token_seconds_sum", route="/chat") == 0.03
     assert page("time_to_first_token_seconds_bucket", route="/chat", le="0.02") == 0
@@ -83,7 +84,7 @@ def test_an_answer_is_counted_with_its_times():
 def test_an_answer_without_a_token_has_no_times():
     metrics = Metrics()
     metrics.answer_ended(output(0, None, None), "/chat", [])
-    page = Page(metrics.render({}))
+    page = Page(metrics_page(metrics, {}))
     assert page("request_success_total", finished_reason="abort") == 1
     assert page("time_to_first_token_seconds_count", route="/chat") is None
     assert page("request_queue_time_seconds_count") == 0 and page("request_prompt_tokens_count") == 1
@@ -92,7 +93,7 @@ def test_an_answer_without_a_token_has_no_times():
 def test_one_token_has_no_time_per_further_token():
     metrics = Metrics()
     metrics.answer_ended(output(1), "/chat")
-    page = Page(metrics.render({}))
+    page = Page(metrics_page(metrics, {}))
     assert page("request_time_per_output_token_seconds_count", route="/chat") is None
     assert page("e2e_request_latency_seconds_count", route="/chat") == 1
 
@@ -102,7 +103,7 @@ def test_the_buckets_of_ttft_are_those_that_dashboards_know():
     metrics.answer_ended(output(), "/chat")
     shown = [
         sample.labels["le"]
-        for family in Page(metrics.render({})).families
+        for family in Page(metrics_page(metrics, {})).families
         for sample in family.samples
         if sample.name == "kvstore:time_to_first_token_seconds_bucket"
     ]
@@ -116,7 +117,7 @@ def test_requests_are_counted_by_route_and_invented_methods_are_one():
         metrics.request_ended("unknown", f"METHOD{number}", 404, 0.001)
     metrics.request_ended("/chat", "POST", 200, 0.2)
     metrics.refused("rate_limit_exceeded")
-    page = Page(metrics.render({}))
+    page = Page(metrics_page(metrics, {}))
     assert page("http_requests_total", route="unknown", method="other", status="404") == 50
     assert page("http_requests_total", route="/chat", method="POST", status="200") == 1
     assert page("http_request_duration_seconds_sum", route="/chat", method="POST") == 0.2
@@ -126,13 +127,13 @@ def test_requests_are_counted_by_route_and_invented_methods_are_one():
 def test_two_servers_in_one_process_share_nothing():
     first, second = Metrics(), Metrics()
     first.refused("reason")
-    assert Page(second.render({}))("refused_requests_total", reason="reason") is None
+    assert Page(metrics_page(second, {}))("refused_requests_total", reason="reason") is None
     assert b"kvstore:" not in prometheus_client.generate_latest(prometheus_client.REGISTRY)
 
 
 # -- what an engine shows --------------------------------------------------------------------------------------------
 def test_hits_are_shown_by_tier(stats):
-    page = Page(Metrics().render(stats))
+    page = Page(metrics_page(Metrics(), stats))
     hit = 6 * BLOCK_TOKENS
     for tier in ("hbm", "cpu", "disk"):
         assert page("tier_hit_tokens_total", tier=tier) == hit, tier
@@ -147,7 +148,7 @@ def test_hits_are_shown_by_tier(stats):
 
 
 def test_bytes_blocks_and_loads_are_shown_by_tier(stats):
-    page = Page(Metrics().render(stats))
+    page = Page(metrics_page(Metrics(), stats))
     size = stats["hbm"]["block_bytes"]
     assert page("tier_read_bytes_total", tier="disk") == 6 * size
     assert page("tier_read_bytes_total", tier="cpu") == 12 * size == page("loaded_tokens_total") * size / BLOCK_TOKENS
@@ -164,21 +165,21 @@ def test_bytes_blocks_and_loads_are_shown_by_tier(stats):
 
 
 def test_the_policy_in_force_is_one_of_its_states(stats):
-    page = Page(Metrics().render(stats))
+    page = Page(metrics_page(Metrics(), stats))
     for tier, policy in stats["policy"]["in_force"].items():
         assert page("eviction_policy", tier=tier, policy=policy) == 1
         assert sum(page("eviction_policy", tier=tier, policy=name) for name in ("fifo", "lru", "return")) == 1
 
 
 def test_failures_are_shown_by_cause_from_the_start(stats):
-    page = Page(Metrics().render(stats))
+    page = Page(metrics_page(Metrics(), stats))
     assert page("tier_read_failures_total", tier="disk", cause="corrupt") == 0 == page("recomputed_tokens_total")
     assert page("degraded") == 0 and page("engine_up") == 1
     worse = copy.deepcopy(stats)
     worse["store"] |= {"read_failures": {"corrupt": 2}, "load_failures": 3, "given_up_tokens": 32, "dropped_writes": 5}
     worse["store"] |= {"dropped_saves": 6, "orphan_saves": 7}
     worse["disk"] |= {"degraded": "no space", "failures": {"write: no space": 4, "sync": 1}}
-    page = Page(Metrics().render(worse))
+    page = Page(metrics_page(Metrics(), worse))
     assert page("tier_read_failures_total", tier="disk", cause="corrupt") == 2
     assert page("tier_read_failures_total", tier="cpu", cause="failed") == 3
     assert page("recomputed_tokens_total") == 32 + 3 * BLOCK_TOKENS and page("dropped_writes_total") == 5
@@ -190,7 +191,7 @@ def test_failures_are_shown_by_cause_from_the_start(stats):
 def test_an_engine_without_tiers_shows_what_it_has(engine, tmp_path):
     with open_engine(save_model(tmp_path)) as plain:
         ask(plain, tokens(2, 40))
-        page = Page(Metrics().render(plain.stats()))
+        page = Page(metrics_page(Metrics(), plain.stats()))
     assert page("prompt_tokens_total") == 40 and page("tier_limit_bytes", tier="hbm") > 0 and page("degraded") == 0
     assert page("tier_limit_bytes", tier="cpu") is None and page("tier_read_bytes_total", tier="disk") is None
 
@@ -198,7 +199,7 @@ def test_an_engine_without_tiers_shows_what_it_has(engine, tmp_path):
 def test_without_an_engine_the_service_still_shows_its_own():
     metrics = Metrics()
     metrics.request_ended("/chat", "POST", 503, 0.1)
-    page = Page(metrics.render({}))
+    page = Page(metrics_page(metrics, {}))
     assert page("engine_up") == 0 and page("http_requests_total", route="/chat", method="POST", status="503") == 1
     assert page("sessions") is None
 
@@ -206,7 +207,7 @@ def test_without_an_engine_the_service_still_shows_its_own():
 def test_vllm_s_names_have_the_same_numbers_and_name_the_model(stats):
     metrics = Metrics()
     metrics.answer_ended(output(), "/chat", [0.1])
-    page = Page(metrics.render(stats, "our/model"))
+    page = Page(metrics_page(metrics, stats, "our/model"))
     named = {family.name.removeprefix("vllm:") for family in page.families if family.name.startswith("vllm:")}
     assert named == VLLM_NAMES
     for family in page.families:
@@ -214,7 +215,7 @@ def test_vllm_s_names_have_the_same_numbers_and_name_the_model(stats):
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
             assert sample.labels["model_name"] == "our/model"
             assert sample.value == page(sample.name.removeprefix("vllm:"), **labels)
-    assert metrics.render(stats).count(b"vllm:") == 0
+    assert metrics_page(metrics, stats).count(b"vllm:") == 0
 
 
 def test_no_label_names_a_user_and_every_metric_is_named_once(stats):
@@ -222,7 +223,7 @@ def test_no_label_names_a_user_and_every_metric_is_named_once(stats):
     metrics.answer_ended(output(), "/chat", [0.1])
     metrics.request_ended("/chat", "POST", 200, 0.1)
     metrics.refused("busy")
-    page = Page(metrics.render(stats))
+    page = Page(metrics_page(metrics, stats))
     assert page.labels <= {
         "route", "method", "status", "reason", "finished_reason", "le", "tier", "policy", "cause", "operation",
         "phase", "outcome", "model",

@@ -27,7 +27,7 @@ server = server_fixture(api_key=KEY, max_body_bytes=100_000, max_connections=8)
 NEEDED = 1024 + 192
 LISTENING = """
 import asyncio
-from kvstore.service.http.logs import set_up_logging
+from kvstore.service.http.telling import set_up_logging
 from kvstore.service.settings.serve_options import ServeOptions
 from kvstore.service.server import Server
 

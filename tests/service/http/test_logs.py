@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from kvstore.service.http.logs import LOGGER, log, set_up_logging
+from kvstore.service.http.telling import LOGGER, log, set_up_logging
 from kvstore.service.settings.serve_options import LOG_LEVELS, ServeOptions
 from tests.support.service.serving import serving
 

@@ -23,12 +23,12 @@ from kvstore.engine.outputs import Facts
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
 from kvstore.service.api.exchange import Context, Exchange
-from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
 from kvstore.service.api.sessions.turns import TurnRequest, delete, open_turn
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.limits import Limits
+from kvstore.service.http.telling import Metrics
 from kvstore.service.settings.serve_options import ServeOptions
 from kvstore.sessions.record import SessionKey
 from tests.support.waiting import wait_in_loop
