@@ -6,7 +6,7 @@ Only this module, `turns` and `service` know asyncio.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -30,7 +30,7 @@ from kvstore.engine.text.prompts import (
     options_of,
     prompt_ids,
 )
-from kvstore.engine.turns import Hold, Port, Turn, held
+from kvstore.engine.turns import Hold, Port, Script, Turn, held
 from kvstore.sessions.record import TurnRecord
 
 P = ParamSpec("P")
@@ -221,15 +221,11 @@ class AsyncEngine:
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
-        spliced: Spliced | None = None,
-        turn_starts: Sequence[int] = (),
     ) -> Turn[Handle]:
-        """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced, turn_starts: see
-        `CoreClient.submit`.
-        """
+        """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`."""
 
         async def script(turn: Turn[Handle]) -> Handle:
-            handle = await self.submit(turn, prompt, params, tenant, cache_salt, priority, spliced, turn_starts)
+            handle = await self.submit(turn, prompt, params, tenant, cache_salt, priority)
             await turn.computed(handle)
             handle.raise_error()
             return handle
@@ -296,7 +292,7 @@ class AsyncEngine:
             result = await self.call(end)
         return result
 
-    def turn(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> Turn[R]:
+    def turn(self, script: Script[R]) -> Turn[R]:
         """Run this script as an answer of the running event loop."""
         turn = Turn(self.port, script)
         self._turns.add(turn.task)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
@@ -93,7 +93,7 @@ class Turn(Generic[R]):
     somebody asked for its end.
     """
 
-    def __init__(self, port: Port, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
+    def __init__(self, port: Port, script: Script[R]) -> None:
         self.session_id = ""
         self.number: int | None = None
         self.gaps_s: list[float] = []
@@ -217,7 +217,7 @@ class Turn(Generic[R]):
                 is_ending = True
                 self._port.end(handle)
 
-    async def _run(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
+    async def _run(self, script: Script[R]) -> None:
         try:
             self._value = await script(self)
             self._error = None
@@ -236,6 +236,9 @@ class Turn(Generic[R]):
     def _raise_error(self) -> None:
         if self._over.is_set() and self._error is not None:
             raise self._error.with_traceback(self._trace)
+
+
+Script: TypeAlias = Callable[[Turn[R]], Coroutine[Any, Any, R]]
 
 
 # -- holding a session ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -21,7 +21,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.turns import Claims, Turn
+from kvstore.engine.turns import Claims, Script, Turn
 from kvstore.service.api.metrics import RecentStats
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import (
@@ -41,6 +41,7 @@ from kvstore.sessions.record import SessionKey
 
 R = TypeVar("R")
 State = Literal["starting", "running", "stopping"]
+Opened: TypeAlias = AbstractAsyncContextManager[Sequence[Turn[R]]]
 CLEAN_UP_S = 1.0  # for an answer whose reader has gone, unless its engine does not answer
 SILENT_S = 5.0  # without a sign of life; there should be two a second
 HEADERS = {
@@ -91,15 +92,18 @@ class Context:
         return self.state == "running" and self.engine.engine.core.silent_s >= limit_s
 
     @asynccontextmanager
-    async def reading(self, turn: Turn[R], exchange: "Exchange", has_gaps: bool = True) -> AsyncIterator[Turn[R]]:
-        """The turn once it has begun. Whoever leaves this context before its end abandons it.
+    async def reading(
+        self, script: Script[R], exchange: "Exchange", has_gaps: bool = True
+    ) -> AsyncIterator[list[Turn[R]]]:  # fmt: skip
+        """The answer that this script gives, once it has begun. Whoever leaves this context before its end abandons it.
 
         Then it is counted, for /metrics and for its request's line in the log: only at its end it is known how much was
         said to a client that has gone, so that is waited for a while. has_gaps: it is read as it comes, so the times
         between its tokens mean something.
         """
+        turn = self.engine.turn(script)
         try:
-            yield await turn.begun()
+            yield [await turn.begun()]
         finally:
             turn.abandon()
             if turn.is_computed:
@@ -315,10 +319,7 @@ class Dialect(Protocol[R]):
 
 
 async def answer(
-    request: web.Request,
-    opened: AbstractAsyncContextManager[Sequence[Turn[R]]],
-    dialect: Dialect[R],
-    stream: bool | None,
+    request: web.Request, opened: Opened[R], dialect: Dialect[R], stream: bool | None
 ) -> web.StreamResponse:
     """opened: the turns once all have begun; they end, at the latest, with this context. stream: the client's field."""
     if not stream:

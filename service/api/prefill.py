@@ -11,10 +11,12 @@ from msgspec import Meta
 
 from kvstore.blocks.ids import Lineage
 from kvstore.engine.client.messages import Flush
+from kvstore.engine.client.requests import Handle
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.turns import Turn
 from kvstore.remote.prefill import PATH
 from kvstore.service.api.exchange import EXCHANGE, context_of
-from kvstore.service.api.openai.stateless import ended
+from kvstore.service.api.openai.stateless import output_of
 from kvstore.service.api.schema import TokenId, read_body
 from kvstore.service.http.errors import NO_RETRY, ApiError, Route, json_response
 
@@ -51,15 +53,18 @@ async def prefill(request: web.Request) -> web.Response:
         raise ApiError(409, message, param="fingerprint", code="another_model", headers=NO_RETRY)
     if not body.token_ids:
         return json_response(PrefillAnswer(0))
-    lineage = Lineage(bytes.fromhex(body.root))
+
+    async def computed(turn: Turn[Handle]) -> Handle:
+        handle = await engine.submit(
+            turn, body.token_ids, PARAMS, body.tenant, spliced=((), Lineage(bytes.fromhex(body.root))),
+            turn_starts=body.turn_starts,
+        )  # fmt: skip
+        await output_of(turn, handle)
+        return handle
+
     with context.limits.admit(body.tenant):
-        starting = engine.start(
-            body.token_ids, PARAMS, body.tenant, spliced=((), lineage), turn_starts=body.turn_starts
-        )
-        async with context.reading(await starting, request[EXCHANGE]) as turn:
-            handle = await turn.result()
-        ended(handle.output)
-        chain = handle.chain
+        async with context.reading(computed, request[EXCHANGE]) as (turn,):
+            chain = (await turn.result()).chain
         num_blocks = await engine.call(engine.engine.client.call, Flush(chain, SHARE_S)) if chain else 0
     return json_response(PrefillAnswer(num_blocks))
 

@@ -126,9 +126,9 @@ class CompletionsDialect(Dialect[RequestOutput]):
         async with AsyncExitStack() as stack:
             stack.enter_context(self.context.limits.admit(self.exchange.tenant, len(self.prompts) * self.params.n))
             for prompt in self.prompts:
-                turn = self.context.engine.turn(partial(self._completed, prompt))
+                answering = self.context.reading(partial(self._completed, prompt), self.exchange, has_gaps)
                 with _named():
-                    turns.append(await stack.enter_async_context(self.context.reading(turn, self.exchange, has_gaps)))
+                    turns += await stack.enter_async_context(answering)
             self.echoed = [await self._text_of(prompt) for prompt in self.prompts]
             yield turns
 

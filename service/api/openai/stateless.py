@@ -8,8 +8,7 @@ Answers that this server gave are recognised in the history, and the prompt hold
 
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, num_chars_of, texts_of
 from kvstore.engine.turns import Turn
 from kvstore.errors import KVStoreError, RequestError
-from kvstore.service.api.exchange import Context, Exchange
+from kvstore.service.api.exchange import Context, Exchange, Opened
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 from kvstore.service.http.errors import bad_request, unavailable
@@ -39,14 +38,9 @@ async def output_of(turn: Turn[Any], handle: Handle) -> RequestOutput:
     """The request's answer once it has ended. Raises ApiError 503 where the server itself broke it off."""
     await turn.computed(handle)
     handle.raise_error()
-    return ended(handle.output)
-
-
-def ended(output: RequestOutput) -> RequestOutput:
-    """Raises ApiError 503 for an answer that the server itself broke off."""
-    if any(choice.finish_reason in (None, "abort") for choice in output.choices):
+    if any(choice.finish_reason in (None, "abort") for choice in handle.output.choices):
         raise unavailable("the request was ended by the server", "aborted", 1)
-    return output
+    return handle.output
 
 
 def head_of(context: Context, prefix: str) -> dict[str, Any]:
@@ -82,17 +76,13 @@ class StatelessRequest:
     pin_s: float | None = None
 
 
-@asynccontextmanager
-async def open_stateless(
-    context: Context, exchange: Exchange, history: StatelessRequest
-) -> AsyncIterator[list[Turn[TurnResult]]]:
+def open_stateless(context: Context, exchange: Exchange, history: StatelessRequest) -> Opened[TurnResult]:
     """Begin an answer. Nothing of it is stored: it has no number, and its session id names nothing.
 
     Raises ApiError 429 or 503 where there is no room, and RequestError.
     """
     check_chars_of(context, texts_of(history.messages))
-    async with context.reading(context.engine.turn(partial(_stateless, context, history)), exchange) as turn:
-        yield [turn]
+    return context.reading(partial(_stateless, context, history), exchange)
 
 
 async def _stateless(context: Context, history: StatelessRequest, turn: Turn[TurnResult]) -> TurnResult:

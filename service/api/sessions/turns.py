@@ -6,8 +6,8 @@ That is its owner, whether it is a retry, and the answer as it comes. Knows no o
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -26,7 +26,7 @@ from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncat
 from kvstore.engine.turns import Hold, Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api import schema
-from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer, tenant_of
+from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, Opened, answer, tenant_of
 from kvstore.service.http.errors import ApiError, Route, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
@@ -98,8 +98,7 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     )
 
 
-@asynccontextmanager
-async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> AsyncIterator[list[Turn[TurnResult]]]:
+def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> Opened[TurnResult]:
     """Begin a turn, or find the stored one with the same Idempotency-Key.
 
     A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
@@ -107,8 +106,7 @@ async def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -
     """
     for text in (wanted.system or "", *texts_of(wanted.messages)):
         schema.check_chars_of(context, [text])
-    async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), exchange) as turn:
-        yield [turn]
+    return context.reading(partial(_session_turn, context, wanted), exchange)
 
 
 async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnResult]) -> TurnResult:
