@@ -60,9 +60,9 @@ class Admin:
         """
         if self._sessions.sharing.has_missed_deletions():
             self._client.call(EvictBlocks(Evict(everything=True)))
-        self._sessions.upkeep.renew()
+        self._sessions.renew()
         deadline = time.monotonic() + RETRY_S
-        for tombstone in self._sessions.upkeep.pending_deletions():
+        for tombstone in self._sessions.pending_deletions():
             if (left := deadline - time.monotonic()) <= 0:
                 return
             self._carry_out(tombstone, (), left)
@@ -80,12 +80,12 @@ class Admin:
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
-        return {**self._client.call(VerifyBlocks(delete)), "sessions": asdict(self._sessions.upkeep.check())}
+        return {**self._client.call(VerifyBlocks(delete)), "sessions": asdict(self._sessions.check())}
 
     def compact(self) -> dict[str, object]:
         """Rewrite the store's files without deleted data."""
         # First, because it restores a removed file, for which the blocks may leave no room.
-        self._sessions.upkeep.compact()
+        self._sessions.compact()
         return self._client.call(CompactBlocks())
 
     # -- sessions ----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Admin:
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
         is_forgotten = self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
         if self._client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
-            self._sessions.upkeep.finish_deletion(tombstone.number).wait()
+            self._sessions.finish_deletion(tombstone.number).wait()
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
         """Keep this session's KV longer than other KV, for so many seconds from now; 0 ends the pin.
@@ -204,7 +204,7 @@ class Admin:
         try:
             self._last_expiry_s = now
             with suppress(StoreError, EngineDiedError):
-                for over in self._sessions.upkeep.expired(time.time()):
+                for over in self._sessions.expired(time.time()):
                     self._delete_one(over, 0.0, only_expired=True)
                 self.resume()
         finally:
@@ -225,7 +225,7 @@ class Admin:
         """The blocks of the session that no other session shares."""
         if not self._sessions.exists(key):
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-        return self._sessions.upkeep.unshared_blocks_of(key)
+        return self._sessions.unshared_blocks_of(key)
 
     def why(self, request_id: str, tenant: str = "") -> dict[str, object]:
         """What a request of the server has computed although an earlier one of its conversation had it, and why: a
@@ -259,7 +259,7 @@ _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
         "blocks": admin.delete_session(wanted.session.session_id, wanted.session.tenant),
     },
     "why": lambda admin, wanted: admin.why(wanted.request_id, wanted.tenant),
-    "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.upkeep.accept_loss()},
+    "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.accept_loss()},
 }
 
 

@@ -137,14 +137,14 @@ class OfflineStore:
     def _blocks_of(self, key: SessionKey) -> frozenset[BlockId]:
         if self.sessions is None or not self.sessions.exists(key):
             raise _no_session(key)
-        return frozenset(self.sessions.upkeep.unshared_blocks_of(key))
+        return frozenset(self.sessions.unshared_blocks_of(key))
 
     def delete_session(self, key: SessionKey) -> dict[str, Any]:
         """Delete a session: transcript, ids and the KV that no other session refers to."""
         tombstone = None if self.sessions is None else self.sessions.delete(key).wait()
         if self.sessions is None or tombstone is None:
             raise _no_session(key)
-        for one in self.sessions.upkeep.pending_deletions():  # this one, and those that a crash interrupted
+        for one in self.sessions.pending_deletions():  # this one, and those that a crash interrupted
             self._carry_out(self.sessions, one)
         return {"deleted": True, "blocks": len(tombstone.block_ids)}
 
@@ -166,7 +166,7 @@ class OfflineStore:
             _delete(self.disk, _with_descendants(index, tombstone.block_ids))
             self.disk.sync()
         if is_forgotten:  # else the next server does it
-            sessions.upkeep.finish_deletion(tombstone.number).wait()
+            sessions.finish_deletion(tombstone.number).wait()
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
     def verify(self, delete: bool, on_progress: OnProgress | None = None) -> dict[str, Any]:
@@ -175,14 +175,14 @@ class OfflineStore:
         if self.disk is not None:
             report |= self._verify_disk(self.disk, delete, on_progress)
         if self.sessions is not None:
-            report["sessions"] = asdict(self.sessions.upkeep.check())
+            report["sessions"] = asdict(self.sessions.check())
         elif self._missing is not None:
             report["sessions"] = asdict(CheckReport(0, 0, 0, 0, (self._missing,)))
         return report
 
     def accept_loss(self) -> bool:
         if self.sessions is not None:
-            return self.sessions.upkeep.accept_loss()
+            return self.sessions.accept_loss()
         if self._missing is not None:
             self._marker.remove()
         was_missing, self._missing = self._missing is not None, None
@@ -202,7 +202,7 @@ class OfflineStore:
 
     def compact(self) -> dict[str, Any]:
         if self.sessions is not None:
-            self.sessions.upkeep.compact()
+            self.sessions.compact()
         return {"before_bytes": 0, "after_bytes": 0, "seconds": 0.0} if self.disk is None else (
             self.disk.compact().as_dict()
         )  # fmt: skip

@@ -5,15 +5,14 @@ Knows LMDB, Redis and token ids; no KV, no tier and no engine.
 - `answers`: token ids of answers by keyed digests, across restarts, within a bound
 - `check`: a walk over all of them; what leads to a whole session is made again
 - `marker`: a note beside it of which file holds the sessions
-- `memory`: tables in memory
+- `memory`: tables in memory, and which sessions stay in them
 - `record`: what a session is, its bytes, and how turns add up
 - `remains`: what is whole of a damaged session, and forks, which go on from there
 - `shared/`: the tables in a Redis that several servers share
 - `sharing`: what concerns other servers: who may write, who must carry out a deletion
 - `storage`: tables in LMDB; group commits in a thread, and reads, with all that can fail
-- `store`: durable sessions: turns, forks and deletions by their keys; those in memory, bounded
+- `store`: durable sessions: turns, forks and deletions by their keys; expiry, checks, lost files, numbers
 - `tables`: what one transaction does with sessions
-- `upkeep`: expiry, deletions under way, checks, lost files, numbers
 
 Decisions:
 

@@ -1,66 +1,38 @@
-"""Sessions that survive: turns, forks and deletions of sessions by their keys.
+"""Sessions that survive: turns, forks and deletions by their keys; expiry, damage, lost files, and counts.
 
-What a transaction does is in `tables`, how it is carried out, and where, in `storage`, what is stored in `record`.
-Those in memory are bounded: the least recently used are dropped. Knows no KV, no tier and no request.
+What a transaction does is in `tables`, how it is carried out, and where, in `storage`, what is stored in `record`. Says
+which blocks a deletion leaves behind; whoever owns the KV deletes them. Knows no KV, no tier and no request.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
+from kvstore.blocks.ids import BlockId
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import StoreEnvironment, open_environment
-from kvstore.errors import SessionDamagedError, StoreError
+from kvstore.errors import RemoteError, SessionDamagedError, StoreError, StoreLostError
 from kvstore.sessions import remains, tables
+from kvstore.sessions.check import CheckReport, mend
 from kvstore.sessions.marker import SessionMarker
-from kvstore.sessions.memory import MemoryTables
+from kvstore.sessions.memory import MemoryTables, RecentSessions
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim, Sharing
 from kvstore.sessions.storage import IO_ERRORS, DiskTables, Storage, Ticket, Transactions
 from kvstore.sessions.tables import TABLES, View
-from kvstore.sessions.upkeep import SessionUpkeep
 
 T = TypeVar("T")
 MAP_BYTES = 256 << 30  # of addresses, no memory and no disk: more than the file will ever have
 
+SHOWN = {  # among the counts, by table
+    "sessions": tables.HEADS, "turns": tables.TURNS, "refs": tables.REFS, "pending_deletions": tables.TOMBSTONES,
+}  # fmt: skip
 ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"
-
-
-class RecentSessions:
-    """The order in which sessions in memory were used. Any thread may note a use; one thread changes the tables."""
-
-    def __init__(self, storage: MemoryTables, max_sessions: int) -> None:
-        self.num_dropped = 0
-        self._storage, self._max_sessions = storage, max_sessions
-        self._keys: OrderedDict[SessionKey, None] = OrderedDict()  # the oldest use first
-        self._lock = threading.Lock()
-
-    def note_use(self, key: SessionKey) -> None:
-        with self._lock:
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-
-    def keep_within(self, outcomes: Sequence[object]) -> None:
-        """Called after each group of changes. Drops sessions over the limit; their blocks age out of the cache by
-        themselves.
-        """
-        for outcome in outcomes:
-            if isinstance(outcome, SessionHead):
-                self.note_use(outcome.key)
-            elif isinstance(outcome, Tombstone):
-                with self._lock:
-                    self._keys.pop(outcome.key, None)
-        with self._storage.write() as view, self._lock:
-            while view.count(tables.HEADS) > self._max_sessions:
-                key, _ = self._keys.popitem(last=False)
-                number = tables.number_of(view, key)
-                if number is not None:  # else it was deleted while it was being read
-                    tables.remove(view, key, number)
-                    self.num_dropped += 1
 
 
 class SessionStore:
@@ -71,7 +43,7 @@ class SessionStore:
 
     open_environment: see `DiskTables`. None: sessions are kept in memory, which is the same in all but durability, and
     only the `max_sessions` used last. shared: tables that servers share, instead. sharing: who may write where servers
-    share. upkeep: administration of the whole store.
+    share.
     """
 
     def __init__(
@@ -95,8 +67,10 @@ class SessionStore:
         keep_within = None if self._recent is None else self._recent.keep_within
         self.transactions = Transactions("the session store", storage, keep_within)
         self.damage = remains.Damage()
-        self.upkeep = SessionUpkeep(self.transactions, self.damage)
         self.sharing: Sharing = storage.sharing
+        self._marker: SessionMarker | None = None
+        self._missing: str | None = None  # what the store held before
+        self._counted = dict.fromkeys((*SHOWN, "damaged", "bytes"), 0)  # when it was read the last time
 
     def _read(self, key: SessionKey, work: Callable[[View], T]) -> T:
         """Read this session."""
@@ -222,13 +196,97 @@ class SessionStore:
         self.damage.numbers |= are_damaged
         return heads
 
+    # -- the whole store ---------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, object]:
-        """Counters and gauges of the whole store."""
-        return {"dropped": 0 if self._recent is None else self._recent.num_dropped, **self.upkeep.stats()}
+        """Counters and gauges."""
+        with suppress(RemoteError, StoreLostError):  # then what was so a while ago is told
+            self._counted = self.transactions.read(self._count)
+        numbers = {"dropped": 0 if self._recent is None else self._recent.num_dropped, **self._counted}
+        missing = int(self._missing is not None)
+        return {**numbers, **self.transactions.stats(), "missing": missing, **self.sharing.stats()}
+
+    def _count(self, view: View) -> dict[str, int]:
+        self._note_missing(view)
+        counted = {name: view.count(table) for name, table in SHOWN.items()}
+        return counted | {"damaged": self.damage.count(view), "bytes": view.num_bytes()}
 
     def close(self) -> None:
         """Carry out what is queued, sync and close. Calling it again does nothing."""
         self.transactions.close()
+
+    # -- deletions ---------------------------------------------------------------------------------------------------
+    def expired(self, now: float, limit: int = 1000) -> Sequence[SessionKey]:
+        """Sessions that have expired, the longest expired first. They stay until they are deleted."""
+        return self.transactions.read(lambda view: tables.expired(view, now, limit))
+
+    def unshared_blocks_of(self, key: SessionKey) -> set[BlockId]:
+        """The blocks that a deletion would name now: those of all turns, also from before a truncation."""
+        return self.transactions.read(lambda view: tables.unshared_blocks_of(view, key))
+
+    def pending_deletions(self) -> Sequence[Tombstone]:
+        """Deletions that are not finished. Read them at the start, too: a crash may have interrupted some."""
+        return self.transactions.read(self.sharing.pending)
+
+    def finish_deletion(self, number: int) -> Ticket[None]:
+        """Say that the blocks of this tombstone are gone from all tiers of this server."""
+        return self.transactions.submit(lambda view: self.sharing.finish(view, number))
+
+    def renew(self) -> None:
+        """Call this now and then: see `Sharing.renew`."""
+        if self.sharing.is_shared:
+            self.transactions.submit(self.sharing.renew).wait()
+
+    # -- damage ------------------------------------------------------------------------------------------------------
+    def check(self) -> CheckReport:
+        """Read and compare everything in one snapshot, then make the entries again that whole sessions lack."""
+        self.transactions.read(self._note_missing)
+        report, lacking = self.sharing.checked(self.transactions.read)
+        missing = () if self._missing is None else (self._missing,)
+        mended = (self._mend(lacking),) if lacking else ()
+        return replace(report, problems=(*missing, *report.problems, *mended))
+
+    def _mend(self, numbers: Sequence[int]) -> str:
+        """Returns what came of it."""
+        try:
+            for number in numbers:
+                with suppress(SessionDamagedError):  # it was deleted just now
+                    self.transactions.submit(partial(mend, number=number)).wait()
+        except StoreError as error:
+            return f"the entries that whole sessions lack cannot be made again: {error}"
+        return "the entries that whole sessions lacked are made again"
+
+    # -- the file ----------------------------------------------------------------------------------------------------
+    def compact(self) -> None:
+        """See `Transactions.compact`."""
+        self.transactions.compact()
+
+    def mark(self, marker: SessionMarker) -> None:
+        """Find out whether this is the file that the store had. Called once, before it is used."""
+
+        def name_it(name: bytes) -> None:  # by the thread that writes: a compaction may be under way
+            self.transactions.submit(lambda view: tables.set_file_name(view, name)).wait()
+
+        self._marker = marker
+        with suppress(StoreError, OSError):  # a full disk: the next start does it
+            self._missing = marker.settle(self.transactions.read(tables.file_name), name_it)
+
+    def _note_missing(self, view: View) -> None:
+        """After a fatal error of LMDB, the file that was opened again may be a new one."""
+        if self._missing is None and self._marker is not None and tables.file_name(view) is None:
+            with suppress(OSError):
+                self._missing = self._marker.begun_anew()
+
+    def accept_loss(self) -> bool:
+        """Give up the sessions that are missing; False when none are. Raises StoreError."""
+        if self._missing is None or self._marker is None:
+            return self.sharing.accept_loss()
+        try:
+            self._marker.remove()
+        except OSError as error:
+            raise StoreError(f"the marker of the sessions cannot be removed: {error.strerror or error}") from None
+        self._missing = None
+        self.mark(self._marker)
+        return True
 
 
 def open_sessions(directory: StoreDirectory | None) -> SessionStore:
@@ -237,5 +295,5 @@ def open_sessions(directory: StoreDirectory | None) -> SessionStore:
         return SessionStore(None)
     path = directory.path / "sessions"
     sessions = SessionStore(lambda: open_environment(path, MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS))
-    sessions.upkeep.mark(SessionMarker(directory.path))
+    sessions.mark(SessionMarker(directory.path))
     return sessions

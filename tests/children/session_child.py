@@ -141,10 +141,10 @@ def read_flipped(directory: str, expected: int) -> None:
         else:
             print(session_id, "whole")
     try:
-        print(len(store.upkeep.check().problems), "problems", store.list(TENANT) and "")
+        print(len(store.check().problems), "problems", store.list(TENANT) and "")
         print(
-            store.upkeep.expired(1e9),
-            store.upkeep.pending_deletions(),
+            store.expired(1e9),
+            store.pending_deletions(),
             store.delete(SessionKey(TENANT, "red")).wait(20) and "",
         )
     except StoreError as error:

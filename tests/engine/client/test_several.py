@@ -151,7 +151,7 @@ def test_eviction_and_deletion_reach_all_tiers_of_all(shared):
         ]
 
     assert min(blocks()) > 0
-    eva = shared.sessions.upkeep.unshared_blocks_of(shared.chat("eva").key)
+    eva = shared.sessions.unshared_blocks_of(shared.chat("eva").key)
     before = blocks()
     assert shared.admin.delete_session("eva") >= len(eva) > 0
     after = blocks()

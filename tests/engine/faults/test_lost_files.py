@@ -127,12 +127,12 @@ def test_a_file_that_goes_during_a_commit(opened, tmp_path):
 def test_a_removed_file_is_written_again_from_what_is_open(opened, tmp_path):
     directory, sessions = opened
     shutil.rmtree(tmp_path / "sessions")
-    sessions.upkeep.compact()
+    sessions.compact()
     assert sessions.stats()["lost"] == 0
     commit(sessions, 4)
     sessions.close()
     again = open_sessions(directory)
-    assert again.head(ANNA).num_turns == 4 and not again.upkeep.check().problems
+    assert again.head(ANNA).num_turns == 4 and not again.check().problems
     again.close()
 
 
@@ -142,7 +142,7 @@ def test_a_file_in_its_place_is_left_alone(opened, tmp_path):
     data.rename(tmp_path / "away")
     data.write_bytes(b"another one")
     with pytest.raises(StoreLostError):
-        sessions.upkeep.compact()
+        sessions.compact()
     assert data.read_bytes() == b"another one"
 
 
@@ -151,7 +151,7 @@ def test_a_lost_store_is_not_compacted(opened, tmp_path):
     (tmp_path / "sessions" / "data.mdb").unlink()
     (tmp_path / "lock").unlink()
     with pytest.raises(StoreLostError, match="lock"):
-        sessions.upkeep.compact()
+        sessions.compact()
     assert not (tmp_path / "sessions" / "data.mdb").exists()
 
 

@@ -196,7 +196,7 @@ async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_p
     for said, wanted in zip(caplog.messages, following, strict=True):
         assert f"(signal 9); it {wanted}" in said
     with Engine(model, tiers(tmp_path / "store"), device="cpu") as engine:
-        assert engine.chat("talk").num_turns == 4 and engine.sessions.upkeep.check().problems == ()
+        assert engine.chat("talk").num_turns == 4 and engine.sessions.check().problems == ()
 
 
 @pytest.mark.anyio

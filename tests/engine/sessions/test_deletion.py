@@ -108,11 +108,11 @@ def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened
     settle(engine)
     needles = [part for parts in kv_of(engine, chat.window.chain).values() for part in parts]
     cut_off_deletion(engine, "secret")
-    assert len(engine.sessions.upkeep.pending_deletions()) == 1
+    assert len(engine.sessions.pending_deletions()) == 1
     blocks = tmp_path / "store" / "blocks" / "data.mdb"
     assert all(needle in blocks.read_bytes() for needle in needles)
     engine = opened()
-    assert list(engine.sessions.upkeep.pending_deletions()) == []
+    assert list(engine.sessions.pending_deletions()) == []
     check_gone(engine, tmp_path / "store", needles)
 
 
@@ -123,9 +123,9 @@ def test_a_deletion_is_finished_once_the_answers_are_forgotten(model, tmp_path):
         talk(engine.chat("secret"), 1, "secret matter")
         (tmp_path / "store/answers/data.mdb").unlink()
         engine.admin.delete_session("secret")
-        assert [one.key for one in engine.sessions.upkeep.pending_deletions()] == [key]
+        assert [one.key for one in engine.sessions.pending_deletions()] == [key]
     with open_engine(model, tmp_path / "store") as engine:
-        assert list(engine.sessions.upkeep.pending_deletions()) == []
+        assert list(engine.sessions.pending_deletions()) == []
 
 
 def fresh_admin(engine):
@@ -239,11 +239,11 @@ def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path)
             cut_off_deletion(first, name)
     with stuck_disk() as go:
         second = open_engine(model, tmp_path / "store")
-        assert len(second.sessions.upkeep.pending_deletions()) == 3
+        assert len(second.sessions.pending_deletions()) == 3
         go.set()
     with second:
         second.chat("new")
-        assert list(second.sessions.upkeep.pending_deletions()) == []
+        assert list(second.sessions.pending_deletions()) == []
 
 
 def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine):

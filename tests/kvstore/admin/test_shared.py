@@ -39,7 +39,7 @@ def test_a_session_is_shown_and_deleted_for_everybody(url, redis):
     server = shared_store(redis)
     assert server.head(SessionKey("ann", "talk")) is None
     assert server.head(SessionKey("", "talk")).num_turns == 2
-    assert len(server.upkeep.pending_deletions()) == 1, "each server takes the KV out of its own tiers"
+    assert len(server.pending_deletions()) == 1, "each server takes the KV out of its own tiers"
     server.close()
     for command in ("sessions.show", "sessions.delete"):
         with pytest.raises(StoreError, match=r"no session 'talk' of tenant 'ann' among the shared ones"):

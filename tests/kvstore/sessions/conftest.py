@@ -62,11 +62,11 @@ def on_disk(tmp_path: Path) -> Iterator[Callable[[], SessionStore]]:
 def store(request, tmp_path):
     if request.param == "shared":
         store = shared_store(request.getfixturevalue("redis"))
-        store.upkeep.renew()
+        store.renew()
     else:
         store = disk_store(tmp_path) if request.param == "disk" else SessionStore(None, Clock())
     yield store
-    assert store.upkeep.check().problems == ()
+    assert store.check().problems == ()
     with tables_of(store) as view:
         assert check(view)[0].problems == ()
     store.close()

@@ -123,8 +123,8 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
             state = store.load(key)
             assert content(state) == expected([make_turn("red", n) for n in range(1, 2 + done[0] + done[1])])
             assert (store.exists(new), not store.exists(gone), state.head.ttl_s == 5) == tuple(done[2:])
-            assert len(store.upkeep.pending_deletions()) == done[3]
-            assert store.upkeep.check().problems == ()
+            assert len(store.pending_deletions()) == done[3]
+            assert store.check().problems == ()
         assert talk(store, key, 4), "and it goes on"
         store.close()
 
@@ -144,7 +144,7 @@ def test_a_file_that_may_not_grow_is_what_a_full_disk_is(on_disk):
         assert content(store.load(KEY)) == expected(turns)
     turns = talk(store, KEY, len(turns) + 1)
     assert content(store.load(KEY)) == expected(turns)
-    assert store.upkeep.check().problems == ()
+    assert store.check().problems == ()
     store.close()
 
 
@@ -171,10 +171,10 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path, monkeypatch, step):
         if step not in ("open", "refused"):
             patched.setattr("kvstore.disk.live." + ("lmdb.open" if step == "copy" else f"os.{step}"), fail)
         with pytest.raises(DegradedError):
-            store.upkeep.compact()
+            store.compact()
         assert content(store.load(KEY)) == expected(turns)
     talk(store, KEY, 4)
-    store.upkeep.compact()
+    store.compact()
     assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
     assert content(store.load(KEY)) == expected([*turns, make_turn("red", 4)])
     store.close()
@@ -188,7 +188,7 @@ def test_deletions_are_resumed_and_files_are_private(tmp_path, on_disk):
     (tmp_path / "sessions.compact").mkdir()  # left behind by a compaction that was cut off
     (tmp_path / "sessions.compact" / "data.mdb").write_text("deleted text")
     store = on_disk()
-    assert store.upkeep.pending_deletions() == [tombstone]
+    assert store.pending_deletions() == [tombstone]
     assert set(tombstone.block_ids) == {b for turn in turns for b in turn.chain}
     assert not (tmp_path / "sessions.compact").exists()
     paths = [*tmp_path.iterdir(), *(tmp_path / "sessions").iterdir()]
@@ -206,12 +206,12 @@ def test_compaction_leaves_no_deleted_text_and_all_else(tmp_path, on_disk):
     file = tmp_path / "sessions" / "data.mdb"
     assert b"my pin" in file.read_bytes(), "LMDB leaves it in a free page"
     before = file.stat().st_size
-    store.upkeep.compact()
+    store.compact()
     assert b"my pin" not in file.read_bytes()
     assert file.stat().st_size < before
     assert file.stat().st_mode & 0o777 == 0o600
     assert content(store.load(other)) == expected(turns)
-    assert store.upkeep.pending_deletions() == [tombstone]
+    assert store.pending_deletions() == [tombstone]
     assert talk(store, other, 31)
     assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
 
@@ -229,7 +229,7 @@ def test_compaction_between_readers_and_writers(on_disk):
         try:
             for number in range(4, 12):
                 store.commit_turn(KEY, make_turn("red", number))
-                store.upkeep.compact()
+                store.compact()
         finally:
             stop.set()
 
@@ -293,7 +293,7 @@ def test_killed_at_any_moment_every_acknowledged_turn_is_there(tmp_path):
                 assert store.turn(head.key, stored) == turns[-1]
                 with log.open("a") as file:  # the child goes on from what is stored
                     file.write(f"{session_id} {stored}\n")
-        assert store.upkeep.check().problems == ()
+        assert store.check().problems == ()
         store.close()
 
 

@@ -35,7 +35,7 @@ def look(store, work=lambda sessions: None) -> tuple[int, bool]:
     with StoreDirectory.open(store) as directory:
         sessions = open_sessions(directory)
         found = sessions.stats()
-        problems = sessions.upkeep.check().problems
+        problems = sessions.check().problems
         assert bool(found["missing"]) == any("sessions that this store held are not there" in one for one in problems)
         work(sessions)
         sessions.close()
@@ -51,8 +51,8 @@ def test_a_missing_file_is_told_until_it_is_given_up(store, how, caplog):
         shutil.rmtree(store / "sessions")
     assert look(store, lambda sessions: talk(sessions, ANNA, 1)) == (0, True)
     assert "accept-loss" in caplog.text
-    assert look(store, lambda sessions: sessions.upkeep.accept_loss()) == (1, True), "what came since is kept"
-    assert look(store, lambda sessions: sessions.upkeep.accept_loss()) == (1, False)
+    assert look(store, lambda sessions: sessions.accept_loss()) == (1, True), "what came since is kept"
+    assert look(store, lambda sessions: sessions.accept_loss()) == (1, False)
 
 
 def test_a_file_that_is_put_back_is_known_again(store, tmp_path):
@@ -94,7 +94,7 @@ def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store):
     copy = live._copy_records
 
     def accept_meanwhile(sessions) -> None:
-        thread = threading.Thread(target=sessions.upkeep.accept_loss)
+        thread = threading.Thread(target=sessions.accept_loss)
 
         def copy_and_wait(*arguments) -> None:
             copy(*arguments)
@@ -102,7 +102,7 @@ def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store):
             thread.join(0.5)
 
         with copying_that(copy_and_wait):
-            sessions.upkeep.compact()
+            sessions.compact()
         thread.join()
 
     assert look(store, accept_meanwhile) == (0, True)
@@ -119,11 +119,11 @@ def test_a_file_that_is_begun_anew_when_lmdb_gives_it_up_is_told(store):
     with StoreDirectory.open(store) as directory:
         sessions = open_sessions(directory)
         sessions.transactions.submit(give_up).wait()
-        assert "was begun anew" in sessions.upkeep.check().problems[0]
+        assert "was begun anew" in sessions.check().problems[0]
         found = sessions.stats()
         assert (found["sessions"], found["missing"]) == (0, 1)
         sessions.close()
-    assert look(store, lambda sessions: sessions.upkeep.accept_loss()) == (0, True)
+    assert look(store, lambda sessions: sessions.accept_loss()) == (0, True)
     assert look(store) == (0, False)
 
 

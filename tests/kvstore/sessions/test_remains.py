@@ -57,7 +57,7 @@ def is_whole(store: SessionStore) -> None:
     assert content(state) == expected(turns(5), SYSTEM)
     assert store.head(KEY) == state.head == store.list(TENANT)[1] and state.head.num_turns == 5
     assert [store.turn_of_request(KEY, f"request {number}").number for number in range(1, 6)] == [1, 2, 3, 4, 5]
-    assert store.upkeep.check().problems == () and store.stats()["damaged"] == 0
+    assert store.check().problems == () and store.stats()["damaged"] == 0
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -80,7 +80,7 @@ def test_a_fork_goes_on_before_a_damaged_turn(filled, number, whole, is_gone):
     assert (head.parent, head.model, head.fingerprint) == (Parent("red", number - 1), "model", b"f" * 32)
     assert talk(filled, NEW, number) and filled.stats()["damaged"] == 1, "nothing of it is gone"
     assert set(filled.delete(KEY).wait().block_ids) >= {b for n in range(number + 1, 6) for b in turns(n)[-1].chain}
-    assert filled.upkeep.check().problems == () and filled.stats()["damaged"] == 0
+    assert filled.check().problems == () and filled.stats()["damaged"] == 0
 
 
 def test_without_its_first_turn_a_session_goes_on_nowhere(filled):
@@ -123,7 +123,7 @@ def test_what_leads_to_a_whole_session_is_made_again(store, table, is_gone):
         ):
             [store.turn_of_request(KEY, f"request {number}") for number in range(1, 6)]
         assert store.stats()["damaged"] == 1
-    problems = store.upkeep.check().problems
+    problems = store.check().problems
     assert f"session red lacks 1 of its entries in '{table}'" in problems
     assert problems[-1] == "the entries that whole sessions lacked are made again"
     is_whole(store)
@@ -132,8 +132,8 @@ def test_what_leads_to_a_whole_session_is_made_again(store, table, is_gone):
 def test_what_the_disk_refuses_is_not_said_to_be_made_again(filled):
     spoil(filled, ORDER, is_gone=True)
     with largest_file(1 << 13):
-        assert "lack cannot be made again: not stored, the disk failed" in filled.upkeep.check().problems[-1]
-    assert len(filled.upkeep.check().problems) == 2
+        assert "lack cannot be made again: not stored, the disk failed" in filled.check().problems[-1]
+    assert len(filled.check().problems) == 2
     is_whole(filled)
 
 
@@ -142,7 +142,7 @@ def test_a_change_that_damage_refuses_says_what_to_do(filled, change):
     spoil(filled, NAMES)
     with pytest.raises(SessionDamagedError, match="`kvstore verify`"):
         change(filled, KEY).wait()
-    filled.upkeep.check()
+    filled.check()
     assert filled.delete(KEY).wait() is not None and not filled.exists(KEY)
 
 
@@ -155,7 +155,7 @@ def test_an_id_that_leads_to_anothers_session_takes_nothing_of_it(filled):
     filled.fork(KEY, 5, NEW).wait()
     assert content(filled.load(NEW)) == expected(turns(5), SYSTEM)
     filled.delete(NEW).wait()
-    filled.upkeep.check()
+    filled.check()
     assert content(filled.load(KEY)) == expected(turns(5), SYSTEM)
     assert content(filled.load(BLUE)) == expected([make_turn("blue", n) for n in (1, 2)])
 
@@ -170,9 +170,9 @@ def test_a_session_that_was_begun_under_a_lost_id_keeps_it(filled, is_damaged):
         with tables_of(filled) as view:
             view.put(HEADS, be64(session_tables.number_of(view, KEY)), b"nonsense")
     for _ in range(2):
-        assert "session red is damaged (its id leads to another session)" in filled.upkeep.check().problems
+        assert "session red is damaged (its id leads to another session)" in filled.check().problems
     filled.delete(KEY).wait()
-    filled.upkeep.check()
+    filled.check()
     assert content(filled.load(KEY)) == expected(turns(5), SYSTEM)
 
 
@@ -183,12 +183,12 @@ def test_what_an_earlier_version_set_aside_goes_with_its_session(filled, on_disk
         view.put(ASIDE, number + bytes(4), value)
     filled.close()
     store = on_disk()
-    store.upkeep.compact()
-    assert store.upkeep.check().problems == () and content(store.load(KEY)) == expected(turns(5), SYSTEM)
+    store.compact()
+    assert store.check().problems == () and content(store.load(KEY)) == expected(turns(5), SYSTEM)
     with tables_of(store) as view:
         assert list(view.scan(ASIDE)) == [(number + bytes(4), value)]
     store.delete(KEY).wait()
-    store.upkeep.compact()
+    store.compact()
     assert b"what was said" not in (tmp_path / "sessions" / "data.mdb").read_bytes()
 
 

@@ -181,7 +181,7 @@ def recent():
     """In memory, which holds three."""
     store = SessionStore(None, max_sessions=3)
     yield store
-    assert store.upkeep.check().problems == ()
+    assert store.check().problems == ()
     store.close()
 
 
@@ -251,13 +251,13 @@ class Machine(RuleBasedStateMachine):
     def finish(self, data):
         if self.pending:
             number = data.draw(st.sampled_from(sorted(self.pending)))
-            self.store.upkeep.finish_deletion(number).wait()
+            self.store.finish_deletion(number).wait()
             del self.pending[number]
 
     @rule(compact=st.booleans())
     def reopen(self, compact):
         if compact:
-            self.store.upkeep.compact()
+            self.store.compact()
         elif not self.memory:
             self.store.close()
             self.store = disk_store(self.env_dir)
@@ -272,8 +272,8 @@ class Machine(RuleBasedStateMachine):
             if state is not None:
                 assert content(state) == expected(self.turns[name])
         assert {head.key.session_id for head in self.store.list(TENANT)} == set(self.turns)
-        assert {t.number: set(t.block_ids) for t in self.store.upkeep.pending_deletions()} == self.pending
-        assert self.store.upkeep.check().problems == ()
+        assert {t.number: set(t.block_ids) for t in self.store.pending_deletions()} == self.pending
+        assert self.store.check().problems == ()
 
     def teardown(self):
         if hasattr(self, "store"):

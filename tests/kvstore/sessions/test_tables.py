@@ -31,7 +31,7 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
     assert store.damage.numbers == {store.head(KEY).number} and store.stats()["damaged"] == 1
     assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
     assert store.load(SessionKey(TENANT, "green")) is not None
-    assert any("session red is damaged" in problem for problem in store.upkeep.check().problems)
+    assert any("session red is damaged" in problem for problem in store.check().problems)
     blocks = {b for n in (1, 2, 3) for b in make_turn("red", n).chain}
     assert set(store.delete(KEY).wait().block_ids) == blocks, "a damaged session can be deleted"
     assert store.stats()["damaged"] == 0
@@ -46,9 +46,9 @@ def test_damaged_counters_and_tombstones_stop_nobody(store):
         view.put(tables.TOMBSTONES, tables.be64(lost.number), b"")
     assert create(store, SessionKey(TENANT, "green")).wait().number > first.number + 2
     assert store.delete(SessionKey(TENANT, "green")).wait().number > kept.number
-    assert store.upkeep.pending_deletions()[0] == kept
-    assert [problem[:21] for problem in store.upkeep.check().problems] == ["deletion 1 is damaged"]
-    store.upkeep.finish_deletion(lost.number).wait()
+    assert store.pending_deletions()[0] == kept
+    assert [problem[:21] for problem in store.check().problems] == ["deletion 1 is damaged"]
+    store.finish_deletion(lost.number).wait()
 
 
 @pytest.mark.parametrize("table", [tables.NAMES, tables.HEADS, tables.TURNS])
@@ -76,7 +76,7 @@ def test_a_record_in_anothers_place_is_damaged(tmp_path, kind, table, sealed):
         store.commit_turn(KEY, make_turn("red", 3)).wait() if table != tables.TURNS else store.turn(KEY, 2)
     assert all(head.key.tenant == TENANT for head in store.list(TENANT))
     assert content(store.load(foreign)) == expected([make_turn("green", n) for n in (1, 2)])
-    assert store.upkeep.check().problems != ()
+    assert store.check().problems != ()
     store.close()
 
 
@@ -93,8 +93,8 @@ def test_a_false_place_in_the_list_shows_nothing(store):
     with tables_of(store) as view:
         for table, place in false:
             view.put(table, place, b"")
-    assert (store.list("other"), store.upkeep.expired(0), store.stats()["damaged"]) == ([], [], 0), "it is whole itself"
-    assert [problem[:20] for problem in store.upkeep.check().problems] == [
+    assert (store.list("other"), store.expired(0), store.stats()["damaged"]) == ([], [], 0), "it is whole itself"
+    assert [problem[:20] for problem in store.check().problems] == [
         "2 entries in 'order'",
         "1 entries in 'expiry",
     ]

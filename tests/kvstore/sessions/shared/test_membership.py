@@ -20,7 +20,7 @@ def pair(redis, share, tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         stores.append(share(redis, tmp_path / name))
-        stores[-1].upkeep.renew()
+        stores[-1].renew()
     return stores
 
 
@@ -28,12 +28,12 @@ def test_each_server_carries_a_deletion_through_for_itself(pair):
     one, other = pair
     talk(one, key(1), 2)
     tombstone = one.delete(key(1)).wait()
-    assert one.upkeep.pending_deletions() == other.upkeep.pending_deletions() == [tombstone]
-    one.upkeep.finish_deletion(tombstone.number).wait()
-    assert (one.upkeep.pending_deletions(), other.upkeep.pending_deletions()) == ([], [tombstone])
+    assert one.pending_deletions() == other.pending_deletions() == [tombstone]
+    one.finish_deletion(tombstone.number).wait()
+    assert (one.pending_deletions(), other.pending_deletions()) == ([], [tombstone])
     assert one.stats()["pending_deletions"] == 1
-    other.upkeep.finish_deletion(tombstone.number).wait()
-    assert other.upkeep.pending_deletions() == []
+    other.finish_deletion(tombstone.number).wait()
+    assert other.pending_deletions() == []
     assert one.stats()["pending_deletions"] == 0
     assert one.stats()["servers"] == 2
 
@@ -43,17 +43,17 @@ def test_deletions_may_be_carried_through_in_any_order(pair, redis, tmp_path, sh
     for number in (1, 2, 3):
         talk(one, key(number), 1)
     first, second, third = (one.delete(key(number)).wait() for number in (1, 2, 3))
-    other.upkeep.finish_deletion(third.number).wait()
-    other.upkeep.finish_deletion(first.number).wait()
-    assert other.upkeep.pending_deletions() == [second]
+    other.finish_deletion(third.number).wait()
+    other.finish_deletion(first.number).wait()
+    assert other.pending_deletions() == [second]
     other.close()
     again = share(redis, tmp_path / "other")  # what it had not finished in order it does again
-    again.upkeep.renew()
-    assert again.upkeep.pending_deletions() == [second, third]
+    again.renew()
+    assert again.pending_deletions() == [second, third]
     for tombstone in (first, second, third):
-        one.upkeep.finish_deletion(tombstone.number).wait()
+        one.finish_deletion(tombstone.number).wait()
     for tombstone in (second, third):
-        again.upkeep.finish_deletion(tombstone.number).wait()
+        again.finish_deletion(tombstone.number).wait()
     assert one.stats()["pending_deletions"] == 0
 
 
@@ -62,9 +62,9 @@ def test_a_new_server_owes_nothing_of_the_past(pair, redis, share):
     talk(one, key(1), 1)
     one.delete(key(1)).wait()
     new = share(redis)
-    new.upkeep.renew()
+    new.renew()
     assert not new.sharing.has_missed_deletions()
-    assert new.upkeep.pending_deletions() == []
+    assert new.pending_deletions() == []
 
 
 def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_up_its_kv(pair, redis, tmp_path, share):
@@ -74,11 +74,11 @@ def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_u
     redis.ask("HSET", Names.of(False).members, member, f"0 {time.time() - AWAY_S - 10:.0f}")
     talk(one, key(1), 1)
     tombstone = one.delete(key(1)).wait()
-    one.upkeep.finish_deletion(tombstone.number).wait()
+    one.finish_deletion(tombstone.number).wait()
     assert (one.stats()["pending_deletions"], one.stats()["servers"]) == (0, 1)
     again = share(redis, tmp_path / "other")
     assert again.sharing.has_missed_deletions()
-    again.upkeep.renew()
+    again.renew()
     assert not again.sharing.has_missed_deletions()
-    assert again.upkeep.pending_deletions() == []
+    assert again.pending_deletions() == []
     assert not one.sharing.has_missed_deletions()

@@ -36,7 +36,7 @@ KEY = SessionKey(TENANT, "red")
 def servers(redis, share, tmp_path):
     pair = [share(redis, make_folder(tmp_path / name)) for name in ("one", "other")]
     for store in pair:
-        store.upkeep.renew()
+        store.renew()
     with constants(transactions, MAX_RETRIES=1000):  # a slow one is overtaken as often as others store
         yield pair
 
@@ -245,8 +245,8 @@ def test_one_that_came_back_empty_is_not_taken_for_the_sessions(own_redis, tmp_p
     store = share(own_redis, folder)  # a restart forgets nothing of it
     with pytest.raises(StoreLostError):
         store.list(TENANT)
-    assert store.upkeep.accept_loss()
-    assert not store.upkeep.accept_loss()
+    assert store.accept_loss()
+    assert not store.accept_loss()
     assert store.list(TENANT) == second.list(TENANT) == []  # the others go on, too
     talk(second, KEY, 1)
     assert store.stats()["lost"] == second.stats()["lost"] == 0

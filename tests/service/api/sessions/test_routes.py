@@ -141,7 +141,7 @@ def test_bad_bodies_are_named(server, path, body, param):
 def test_deleting_takes_everything(server):
     session_id = talk(server)
     key = SessionKey("alice", session_id)
-    block_ids = server.engine.sessions.upkeep.unshared_blocks_of(key)
+    block_ids = server.engine.sessions.unshared_blocks_of(key)
     deleted = server.request("DELETE", f"/sessions/{session_id}").json()
     assert deleted == {"id": session_id, "deleted": True, "blocks": len(block_ids)} and block_ids
     assert all(server.engine.loop.pool.lookup(block_id) is None for block_id in block_ids)
@@ -303,7 +303,7 @@ def test_a_conversation_from_elsewhere_is_taken_in_and_goes_on(server):
     assert turn["turn"] == 3 and turn["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     fork = chat(server, "I like milk.", fork_of={"session_id": made["id"], "turn": 1})
     assert fork["turn"] == 2
-    assert server.engine.sessions.upkeep.check().problems == ()
+    assert server.engine.sessions.check().problems == ()
 
 
 def test_an_import_is_made_once_under_a_key(server):

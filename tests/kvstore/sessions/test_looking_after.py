@@ -19,7 +19,7 @@ KEY = SessionKey(TENANT, "red")
 
 
 def counts(store, *names):
-    found = store.upkeep.stats()
+    found = store.stats()
     return tuple(found[name] for name in names)
 
 
@@ -28,18 +28,18 @@ def test_deletion_names_the_blocks_that_nobody_else_has(store):
     turns = talk(store, KEY, 6)
     store.fork(KEY, 2, new).wait()
     mine = {b for turn in turns[2:] for b in turn.chain}  # also those before the rebase of turn 5
-    assert (store.upkeep.unshared_blocks_of(KEY), store.upkeep.unshared_blocks_of(new)) == (mine, set())
+    assert (store.unshared_blocks_of(KEY), store.unshared_blocks_of(new)) == (mine, set())
     first = store.delete(KEY).wait()
-    assert store.upkeep.unshared_blocks_of(KEY) == set()
+    assert store.unshared_blocks_of(KEY) == set()
     assert (set(first.block_ids), first.key) == (mine, KEY)
     assert content(store.load(new)) == expected(turns[:2])
     second = store.delete(new).wait()
     assert set(second.block_ids) == {b for turn in turns[:2] for b in turn.chain}
-    assert store.upkeep.pending_deletions() == [first, second]
-    store.upkeep.finish_deletion(first.number).wait()
-    assert store.upkeep.pending_deletions() == [second]
+    assert store.pending_deletions() == [first, second]
+    store.finish_deletion(first.number).wait()
+    assert store.pending_deletions() == [second]
     assert [store.stats()[name] for name in ("sessions", "turns", "refs")] == [0, 0, 0]
-    assert (store.list(TENANT), store.upkeep.expired(1e12)) == ([], [])
+    assert (store.list(TENANT), store.expired(1e12)) == ([], [])
 
 
 def test_sessions_expire_after_their_last_turn(store):
@@ -47,15 +47,15 @@ def test_sessions_expire_after_their_last_turn(store):
     for key, ttl_s in ((KEY, None), (long, 1000), (short, 10)):
         create(store, key, ttl_s=ttl_s).wait()
     at = {key: store.head(key).expires_s for key in (short, long)}
-    assert store.upkeep.expired(at[short] - 0.5) == []
-    assert store.upkeep.expired(at[short]) == [short]
-    assert store.upkeep.expired(1e9) == [short, long]
-    assert store.upkeep.expired(1e9, limit=1) == [short]
+    assert store.expired(at[short] - 0.5) == []
+    assert store.expired(at[short]) == [short]
+    assert store.expired(1e9) == [short, long]
+    assert store.expired(1e9, limit=1) == [short]
     talk(store, short, 1)
-    assert store.upkeep.expired(at[short]) == []
+    assert store.expired(at[short]) == []
     assert store.set_ttl(long, None).wait().expires_s is None
     store.delete(short).wait()
-    assert store.upkeep.expired(1e9) == []
+    assert store.expired(1e9) == []
 
 
 def test_counts_are_of_what_is_stored(store):
@@ -65,10 +65,10 @@ def test_counts_are_of_what_is_stored(store):
     num_blocks = sum(len(turn.chain) for turn in turns[:2])
     num_refs = num_blocks + sum(len(turn.chain) for turn in turns)
     assert counts(store, "sessions", "turns", "pending_deletions", "damaged", "missing") == (2, 6, 0, 0, 0)
-    assert store.upkeep.stats()["refs"] in (num_refs, num_refs - num_blocks)
+    assert store.stats()["refs"] in (num_refs, num_refs - num_blocks)
     store.delete(KEY).wait()
     assert counts(store, "sessions", "turns", "pending_deletions") == (1, 2, 1)
-    assert store.upkeep.stats()["bytes"] >= 0
+    assert store.stats()["bytes"] >= 0
 
 
 def test_a_damaged_session_whose_records_come_back_is_not_counted_any_more(store):
@@ -87,7 +87,7 @@ def test_a_damaged_session_whose_records_come_back_is_not_counted_any_more(store
 
 def test_a_server_that_shares_nothing_renews_nothing():
     store = SessionStore(None, Clock())
-    store.upkeep.renew()
+    store.renew()
     assert counts(store, "commits", "queued") == (0, 0)
     store.close()
 
@@ -95,17 +95,17 @@ def test_a_server_that_shares_nothing_renews_nothing():
 def test_counts_stay_as_they_were_while_redis_is_away(tmp_path):
     redis = RedisServer(tmp_path, *DURABLE)
     store = shared_store(redis)
-    store.upkeep.renew()
+    store.renew()
     talk(store, KEY, 2)
-    before = store.upkeep.stats()
+    before = store.stats()
     assert (before["sessions"], before["turns"]) == (1, 2)
     redis.kill()
-    found = store.upkeep.stats()
+    found = store.stats()
     assert {name: found[name] for name in ("sessions", "turns", "refs", "bytes")} == {
         name: before[name] for name in ("sessions", "turns", "refs", "bytes")
     }
     with pytest.raises(StoreError):
-        store.upkeep.check()
+        store.check()
     store.close()
 
 
@@ -115,7 +115,7 @@ def lost(tmp_path):
     with StoreDirectory.open(tmp_path / "store") as directory:
         sessions = open_sessions(directory)
         talk(sessions, KEY, 1)
-        assert sessions.upkeep.accept_loss() is False, "there is nothing to give up"
+        assert sessions.accept_loss() is False, "there is nothing to give up"
         sessions.close()
     shutil.rmtree(tmp_path / "store" / "sessions")
     with StoreDirectory.open(tmp_path / "store") as directory:
@@ -130,13 +130,13 @@ def test_what_is_missing_is_told_beside_other_problems_until_it_is_given_up(lost
     with tables_of(sessions) as view:
         [(key, _)] = view.scan(TURNS)
         view.put(TURNS, key, b"nonsense")
-    missing, *others = sessions.upkeep.check().problems
+    missing, *others = sessions.check().problems
     assert "are not there" in missing and others and counts(sessions, "missing", "sessions") == (1, 1)
     name = marker.read_text()
-    assert sessions.upkeep.accept_loss() is True
-    assert sessions.upkeep.check().problems == tuple(others) and counts(sessions, "missing") == (0,)
+    assert sessions.accept_loss() is True
+    assert sessions.check().problems == tuple(others) and counts(sessions, "missing") == (0,)
     assert marker.read_text() != name
-    assert sessions.upkeep.accept_loss() is False
+    assert sessions.accept_loss() is False
 
 
 def test_a_loss_that_cannot_be_given_up_stays_one(lost):
@@ -144,13 +144,13 @@ def test_a_loss_that_cannot_be_given_up_stays_one(lost):
     marker.unlink()
     marker.mkdir()
     with pytest.raises(StoreError, match="marker of the sessions cannot be removed"):
-        sessions.upkeep.accept_loss()
+        sessions.accept_loss()
     assert counts(sessions, "missing") == (1,)
     marker.rmdir()
-    assert sessions.upkeep.accept_loss() is True and marker.is_file()
+    assert sessions.accept_loss() is True and marker.is_file()
 
 
 def test_a_store_without_a_marker_has_lost_nothing():
     store = SessionStore(None, Clock())
-    assert (store.upkeep.accept_loss(), counts(store, "missing"), store.upkeep.check().problems) == (False, (0,), ())
+    assert (store.accept_loss(), counts(store, "missing"), store.check().problems) == (False, (0,), ())
     store.close()
