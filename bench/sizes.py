@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from bench.common import Report
 
 NUMBER_BYTES = 2  # bfloat16
+BLOCK = 16  # tokens
 LENGTHS = (8192, 32768, 131072)  # tokens
-CHECKPOINTS = 4  # of a conversation, at most
+STATES = 3  # of a conversation: behind its system prompt, and of two turns
+SYSTEM, TURN = 200, 400  # tokens of a system prompt, and of a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +22,18 @@ class Kept:
     windowed: int = 0
     state_bytes: int = 0
 
-    def stored(self, num_tokens: int, num_windows: int | None, num_states: int) -> int:
-        """num_windows: how many whole windows are kept; None for all KV."""
-        seen = num_tokens if num_windows is None else min(num_tokens, num_windows * self.window)
-        return num_tokens * self.full + seen * self.windowed + num_states * self.state_bytes
+    def whole(self, num_tokens: int) -> int:
+        """All KV, without states."""
+        return num_tokens * (self.full + self.windowed)
+
+    def stored(self, num_tokens: int) -> int:
+        """What is stored. A window is cut into blocks as large as those of the other layers."""
+        seen = 0
+        if self.window:
+            span = -(-(self.window - 1) // BLOCK) * BLOCK + BLOCK
+            seen = min(num_tokens, span + min(span, TURN) + min(span, SYSTEM))
+        windowed = -(-self.windowed // self.full) * self.full
+        return num_tokens * self.full + seen * windowed + (STATES if self.state_bytes else 0) * self.state_bytes
 
 
 def kv(num_layers: int, num_heads: int, head_dim: int) -> int:
@@ -46,15 +56,11 @@ SHAPES = {
 
 
 def bench_bytes(report: Report) -> None:
-    """Whole: all KV. Windows: that of layers with a window only at four places, or at the last turn's end alone."""
+    """Stored, beside all KV. Turns have TURN tokens, the system prompt SYSTEM."""
     for name, kept in SHAPES.items():
-        num_states = CHECKPOINTS if kept.state_bytes else 0
         for num_tokens in LENGTHS:
-            whole = kept.stored(num_tokens, None, num_states)
-            row = {"kv_kib_a_token": (kept.full + kept.windowed) / 1024, "state_mb": kept.state_bytes / 1e6}
-            row |= {"whole_mb": whole / 1e6}
-            if kept.window:
-                row["windows_4_mb"] = kept.stored(num_tokens, CHECKPOINTS, num_states) / 1e6
-                row["windows_1_mb"] = kept.stored(num_tokens, 1, num_states) / 1e6
-                row["share_4"], row["share_1"] = row["windows_4_mb"] * 1e6 / whole, row["windows_1_mb"] * 1e6 / whole
-            report.add(measure=f"{name}, {num_tokens // 1024}K", **row)
+            stored, whole = kept.stored(num_tokens), kept.whole(num_tokens)
+            report.add(
+                measure=f"{name}, {num_tokens // 1024}K", kv_kib_a_token=(kept.full + kept.windowed) / 1024,
+                state_mb=kept.state_bytes / 1e6, all_kv_mb=whole / 1e6, stored_mb=stored / 1e6, share=stored / whole,
+            )  # fmt: skip

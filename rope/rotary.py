@@ -104,6 +104,18 @@ class Rotation:
         """Rotate x [num_tokens, num_heads, head_dim]; the table must have one row per token (see `at`)."""
         return rotate(x, self.cos, self.sin, self.style, self.upcast)
 
+    def turn(self, x: Tensor, positions: Tensor, to: Tensor) -> Tensor:
+        """Rotated x [num_tokens, num_heads, head_dim] of these positions as if it had stood at others. The table must
+        be the full one. Computed in float32, and rounded once more than at its own place.
+        """
+        old_cos, old_sin, cos, sin = (
+            table[rows].to(x.device, torch.float32) for rows in (positions, to) for table in (self.cos, self.sin)
+        )
+        scale = old_cos * old_cos + old_sin * old_sin
+        return rotate(
+            x, (cos * old_cos + sin * old_sin) / scale, (sin * old_cos - cos * old_sin) / scale, self.style, True
+        )
+
 
 def match_rotation(raw: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor) -> "Rotation | None":
     """Find the rotation that turns `raw` into `rotated`, both [num_tokens, num_heads, head_dim], bit for bit.

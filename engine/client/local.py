@@ -100,6 +100,8 @@ def open_model(
         if model.spec.state is not None and config.state_dtype != "auto":
             state = replace(model.spec.state, stored_dtype=getattr(torch, config.state_dtype))
             model.spec = replace(model.spec, state=state)
+        if not config.tiers.keeps_states:
+            model.spec = replace(model.spec, windows=())
         num_blocks, num_slots = num_hbm_blocks(
             model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes
         )
@@ -227,8 +229,9 @@ class LocalCore:
         capturer = CudaCapturer(loaded.device) if has_graphs else None
         runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
         states = StateSlots(limits.num_state_slots) if limits.num_state_slots else None
+        of_model = limits.block_size, model.layout(limits.block_size).window_blocks
         self.loop = StepLoop(
-            Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings, states), self.connector),
+            Scheduler(limits, KVCacheManager(pool, *of_model, holdings, states), self.connector),
             runner,
             runs_ahead=loaded.device.type == "cuda" and self._ranks is None,  # other ranks do not know what was sampled
         )

@@ -39,22 +39,29 @@ class KVCacheManager:
     """Gives requests their blocks. A block with several references is never written: its writer gets a copy.
 
     holdings: is told which blocks can be found. The pool tells it which blocks no longer can. states: of a model that
-    keeps some, None for others.
+    keeps some, None for others. window_blocks: the last blocks that layers with a window need, if the tiers below keep
+    only such; 0: they keep all.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, holdings: Holdings | None = None, states: StateSlots | None = None
-    ) -> None:
+        self, pool: BlockPool, block_size: int, window_blocks: int = 0, holdings: Holdings | None = None,
+        states: StateSlots | None = None,
+    ) -> None:  # fmt: skip
         self.pool = pool
         self.block_size = block_size
         self.states = states
-        self._holdings = holdings
+        self._holdings, self._window_blocks = holdings, window_blocks
+        self._bare: set[int] = set()  # blocks that were loaded without the KV of layers with a window
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of the request's longest known prefix, head first; up to a checkpoint, if the model has states.
+        """Cached blocks of its longest prefix behind which the request can begin, head first."""
+        return self.up_to_checkpoint(request, self.known_prefix(request))
+
+    def known_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of the request's longest known prefix, head first.
 
         At least one token is left to compute, as sampling needs its logits.
         """
@@ -64,13 +71,31 @@ class KVCacheManager:
             if block is None:
                 break
             hits.append(block)
-        return self.up_to_checkpoint(request, hits)
+        return hits
 
     def up_to_checkpoint(self, request: Request, hits: list[int]) -> list[int]:
-        """Of its first blocks those behind which it can begin: all of them, unless the model keeps states."""
-        while hits and self.states is not None and not self.states.has(request.chain[len(hits) - 1]):
-            hits.pop()
-        return hits
+        """Of its first blocks those behind which it can begin: all of them, unless the model keeps states, or layers
+        with a window lack the KV that they see there.
+        """
+        end = len(hits)
+        while end and self.states is not None and not self.states.has(request.chain[end - 1]):
+            end -= 1
+        number = end
+        while self._bare and number > max(0, end - self._window_blocks):
+            number -= 1
+            if hits[number] in self._bare:
+                end = number
+        return hits[:end]
+
+    def note_loaded(self, request: Request, first: int, end: int) -> None:
+        """Its blocks [first, end) are loaded, with all KV only where layers with a window see it from `end` on."""
+        if self._window_blocks:
+            self._bare.update(request.block_numbers[first : max(first, end - self._window_blocks)])
+
+    def _take_blocks(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self._bare.difference_update(blocks)
+        return blocks
 
     def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int, loads: bool = False) -> bool:
         """Give a request that holds nothing its hit blocks and room for `num_new_tokens` more. All or nothing.
@@ -86,7 +111,7 @@ class KVCacheManager:
             if request.state is None:
                 return False
         self.pool.acquire(hits)
-        request.block_numbers = [*hits, *self.pool.allocate(needed)]
+        request.block_numbers = [*hits, *self._take_blocks(needed)]
         request.num_computed_tokens = len(hits) * self.block_size
         request.num_hashed_blocks = len(hits)
         return True
@@ -105,12 +130,12 @@ class KVCacheManager:
             return None
         first_index, copy = len(table), None
         if shared:
-            (private,) = self.pool.allocate(1)
+            (private,) = self._take_blocks(1)
             copy = (table[index], private)
             self.pool.release([table[index]])
             table[index] = private
             first_index = index
-        table.extend(self.pool.allocate(max(needed, 0)))
+        table.extend(self._take_blocks(max(needed, 0)))
         return Allocation(first_index, tuple(table[first_index:]), copy)
 
     def share(self, owner: Request, child: Request) -> None:
@@ -129,25 +154,36 @@ class KVCacheManager:
 
     def next_checkpoint(self, request: Request, num_before: int) -> int | None:
         """The first of the borders behind `num_before` tokens where a checkpoint of its prompt is wanted: where the
-        first turn begins, and before the last token. None if no more is. For a model with states.
+        first turn begins, where it leaves what others have computed, and before the last token. None if no more is.
+        For a model with states.
         """
-        ends = [*request.turn_starts[:1], request.num_tokens - 1]
+        ends = [*request.turn_starts[:1], request.fork * self.block_size, request.num_tokens - 1]
         borders = [end // self.block_size * self.block_size for end in ends]
         return min((border for border in borders if border > num_before), default=None)
 
     def checkpoints(self, request: Request) -> list[tuple[int, int]]:
-        """Where an ended request has checkpoints that a later turn can begin with, in tokens, and their slots: at the
-        end of its system prompt, and at its own. What ended its answer may have been found some tokens late.
+        """Where a request that leaves has checkpoints that a later one can begin with, in tokens, and their slots: at
+        the end of its system prompt, where it left what others had computed, and at its own end. Of layers with a
+        window: all blocks that such a later one needs. What ended its answer may have been found some tokens late.
         """
-        if self.states is None:
-            return []
         num_tokens = len(request.token_ids) - (isinstance(request.stop_reason, str)) * self.block_size
         if request.finish_reason == "abort":
             num_tokens = request.num_prompt_tokens
-        borders = range(min(num_tokens // self.block_size, len(request.chain)), 0, -1)
-        last = next((border for border in borders if self.states.has(request.chain[border - 1])), 0)
-        system = request.turn_starts[0] // self.block_size if request.turn_starts else 0
-        found = ((border, self.states.slot_of(request.chain[border - 1])) for border in {system, last} - {0})
+        last = min(num_tokens // self.block_size, len(request.chain))
+        ends = {request.fork, *(start // self.block_size for start in request.turn_starts[:1])}
+        if self._window_blocks:
+            last = min(last, min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size)
+            whole = {one for end in (*ends, last) for one in range(end - self._window_blocks - 1, min(end, last))}
+            return [
+                ((one + 1) * self.block_size, request.block_numbers[one])
+                for one in sorted(whole)
+                if one >= 0 and request.block_numbers[one] not in self._bare
+            ]
+        if self.states is None:
+            return []
+        borders = range(last, 0, -1)
+        ends.add(next((border for border in borders if self.states.has(request.chain[border - 1])), 0))
+        found = ((border, self.states.slot_of(request.chain[border - 1])) for border in ends - {0})
         return [(border * self.block_size, slot) for border, slot in sorted(found) if slot is not None]
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
@@ -259,7 +295,8 @@ class RequestBlocks:
 
     def announce(self, request: Request) -> None:
         """Let the store know what this request may load; at its arrival also note which tier holds what."""
-        hits = self.manager.match_prefix(request)
+        known = self.manager.known_prefix(request)
+        hits = self.manager.up_to_checkpoint(request, known)
         new = NewRequest(
             request.request_id, tuple(request.chain), tuple(request.token_ids), request.lineage, request.tenant,
             len(hits) * self.manager.block_size, (self.priority(request), request.place), request.conversation,
@@ -269,11 +306,14 @@ class RequestBlocks:
         request.num_told_blocks, request.num_told_tokens = len(request.chain), len(request.token_ids)
         request.conversation = found.conversation
         self.manager.pool.touch(hits, found.conversation)
+        if not request.num_preemptions:
+            request.fork = max(len(known), found.num_known_blocks)
         request.cached.note_arrival(["hbm"] * len(hits) + list(found.tiers))
 
     def free(self, request: Request) -> None:
         """Release the request's blocks, and cancel what it would have loaded."""
-        states = self.manager.checkpoints(request) if request.finish_reason is not None else ()
+        has_kv = request.finish_reason is not None or request.may_load  # else some of it was not loaded
+        states = self.manager.checkpoints(request) if has_kv and request.block_numbers else ()
         self.connector.request_finished(request.request_id, request.answer, *request.take_news(is_end=True), states)
         self.manager.free(request)
         request.ask_at, request.num_unread = None, 0
@@ -377,6 +417,7 @@ class RequestBlocks:
         blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
         slot = None if request.state is None else request.state.slot
         self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens, slot)
+        self.manager.note_loaded(request, first_token // size, (first_token + num_tokens) // size)
         request.num_computed_tokens += num_tokens
         self.manager.cache_full_blocks(request, request.num_computed_tokens)
 

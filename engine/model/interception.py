@@ -7,7 +7,8 @@ over are raw. Which layer rotates how is observed at load, and a probe refuses m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, compress
 from typing import Any, Protocol
 
 import torch
@@ -144,11 +145,21 @@ class ModelSpec:
     num_parts: int = 1  # ranks that share its KV heads
     own_layers: range | None = None  # the layers that this rank has, None for all
     state: StateSpec | None = None  # what layers without KV keep of a request, None if there are none
+    windows: tuple[
+        int | None, ...
+    ] = ()  # of the layers, if KV below HBM is to end with them; None: of the whole context
 
     @property
     def layers(self) -> range:
         """The layers that this rank has."""
         return range(len(self.shapes)) if self.own_layers is None else self.own_layers
+
+    @property
+    def numbers(self) -> list[int | None]:
+        """For each layer of this rank its number among those whose KV is stored for all tokens; None if it is not."""
+        windows = self.windows or (None,) * len(self.layers)
+        full = accumulate((window is None for window in windows), initial=0)
+        return [number if window is None else None for number, window in zip(full, windows, strict=False)]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -206,29 +217,35 @@ class PagedStep:
     sample_rows: Tensor | None = None  # [num_samples], if `pruned_layer` computes the output of only these
     pruned_layer: int | None = None
     decode: DecodeStep | None = None  # computes single tokens on a CPU, as far as it can
-    first_layer: int = 0  # caches, rotations and connector count layers from this one
+    first_layer: int = 0  # caches and rotations count layers from this one
+    numbers: Sequence[int | None] = ()  # of these layers, to the connector; None: it does not move them
     saved: set[int] = field(default_factory=set)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         rows = self.sample_rows if layer == self.pruned_layer else None
         layer -= self.first_layer
-        if layer not in self.saved:  # else it is that of an earlier layer
+        number = self.numbers[layer]
+        if number is not None and layer not in self.saved:  # else it is that of an earlier layer
             self.saved.add(layer)
-            self.connector.save_kv_layer(layer, key, value)
+            self.connector.save_kv_layer(number, key, value)
         key_cache, value_cache = self.caches[layer]
         if self.decode is not None and rows is None:
-            self.connector.wait_for_layer_load(layer)
+            self._wait(number)
             attended = self.decode.attend(layer, query, key, value, key_cache, value_cache, scoring)
             if attended is not None:
                 return attended
         batch, rotation = self.batch, self.rotations[layer]
         query, key = rotate_and_write(query, key, value, key_cache, value_cache, batch.slots, rotation)
-        self.connector.wait_for_layer_load(layer)
+        self._wait(number)
         if rows is not None:
             query, batch = query[rows], batch.at(rows)
         if not len(query):  # a part of a prefill that samples nothing
             return value.new_empty(0, query.shape[1], value.shape[2])
         return paged_attention(query, key, value, key_cache, value_cache, batch, scoring)
+
+    def _wait(self, number: int | None) -> None:
+        if number is not None:
+            self.connector.wait_for_layer_load(number)
 
 
 class PositionFreeModel:
@@ -255,8 +272,20 @@ class PositionFreeModel:
         num_kv_heads = spec.shapes[0].num_kv_heads  # that ranks share: then all layers have one shape
         heads = None if group is None else part_of(num_kv_heads, group.rank, group.size, "KV heads")
         layers = None if spec.own_layers is None else slice(spec.own_layers.start, spec.own_layers.stop)
-        state_bytes = 0 if spec.state is None else spec.state.stored.num_bytes
-        return KVLayout(spec.shapes, block_size, spec.dtype, self.rotations, heads, layers, state_bytes)
+        own = block_size, spec.dtype, self.rotations, heads, layers
+        if spec.state is not None:
+            return KVLayout(spec.shapes, *own, spec.state.stored.num_bytes)
+        if not spec.windows:
+            return KVLayout(spec.shapes, *own)
+        is_full = [window is None for window in spec.windows]
+        full, windowed = (
+            KVLayout(
+                tuple(compress(spec.shapes, which)), block_size, spec.dtype, tuple(compress(self.rotations, which))
+            )
+            for which in (is_full, [not one for one in is_full])
+        )
+        seen = max(window for window in spec.windows if window is not None) - 1  # before the next token
+        return replace(full, state_bytes=windowed.block_bytes, window_blocks=-(-seen // block_size), windowed=windowed)
 
     def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:
         """Zeroed paged caches. Values that were never written must be finite, as masked scores still multiply them."""
@@ -295,7 +324,7 @@ class PositionFreeModel:
         rotations = [None if r is None else at[id(r)] for r in own]
         decode = decode_step(batch, caches, rotations)
         pruned = self._pruned(token_ids, sample_tokens)
-        step = PagedStep(batch, caches, rotations, connector, *pruned, decode, layers.start)
+        step = PagedStep(batch, caches, rotations, connector, *pruned, decode, layers.start, self.spec.numbers)
         with torch.cuda.device_of(token_ids):  # Triton launches on the current device; without effect on a CPU
             out = run_step(self.network, token_ids, positions, step, sample_tokens)
         pipeline: Pipeline | None = self.network.kvstore_carrier.pipeline

@@ -223,6 +223,7 @@ def fingerprint(model: PositionFreeModel, digest: str, block_size: int) -> str:
         "weights": digest,
         "frequencies": _frequencies(model.network),
         **({} if spec.state is None else {"state": [str(part) for part in spec.state.stored.parts]}),
+        **({"windows": spec.windows} if spec.windows else {}),
         "rotations": [None if rotation is None else _describe(rotation) for rotation in model.rotations],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

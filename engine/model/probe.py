@@ -122,7 +122,7 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         if part.group is not None:
             raise UnsupportedModelError("it keeps states beside its KV, which are not divided", WHOLE_LAYERS)
         state, mixers = states
-        spec = replace(spec, state=state)
+        spec = replace(spec, state=state, windows=())  # one kind of state behind a block
         for layer, module in mixers.items():
             module.__dict__["forward"] = StateMixer(module, carrier, layer, network.config.num_hidden_layers)
     model = PositionFreeModel(network, spec, rotations)
@@ -173,7 +173,19 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
     if part.group is not None or part.pipe is not None:
         _check_alike(shapes, part.pipe)
         shapes = shapes[:1] * (len(shapes) if part.pipe is None else num_layers)
-    return ModelSpec(tuple(shapes), dtype, vocab_size, max_model_len, num_parts, own)
+    windows = () if num_parts > 1 or part.pipe is not None else _windows_of(recorder, max_model_len)
+    return ModelSpec(tuple(shapes), dtype, vocab_size, max_model_len, num_parts, own, None, windows)
+
+
+def _windows_of(recorder: Recorder, max_model_len: int) -> tuple[int | None, ...]:
+    """The window of each layer that owns KV; empty if all of them have one, or none."""
+    windows: dict[int, int | None] = {}
+    for layer, owner in sorted(recorder.owners.items()):
+        own, seen = recorder.windows[layer], windows.get(owner, 1)
+        wide = own is None or seen is None or own >= max_model_len
+        windows[owner] = None if wide else max(own, seen)  # type: ignore[type-var]
+    found = tuple(windows[owner] for owner in sorted(windows))
+    return found if None in found and any(found) else ()
 
 
 def _shape_of(key: Tensor, value: Tensor, num_parts: int) -> LayerShape:

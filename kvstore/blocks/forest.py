@@ -152,13 +152,13 @@ class EvictionTree(Generic[K]):
             self._give(key, conversation)
         self.rest(key)
 
-    def claim(self, conversation: Conversation, key: K) -> None:
-        """Let the conversation end at this cached block."""
+    def claim(self, conversation: Conversation, key: K, keeps_pin: bool = False) -> None:
+        """Let the conversation end at this cached block. keeps_pin: so does the leaf that it leaves for that."""
         if self.owner_of.get(key) is not conversation:
-            self._give(key, conversation)
+            self._give(key, conversation, keeps_pin)
             self.rest(key)
 
-    def _give(self, key: K, conversation: Conversation) -> None:
+    def _give(self, key: K, conversation: Conversation, keeps_pin: bool = False) -> None:
         if self.order is None:
             return
         self.hold(key)
@@ -168,7 +168,8 @@ class EvictionTree(Generic[K]):
             self.hold(left)
             del self.owner_of[left]
             if left not in self.links.children_of:
-                remnant = replace(conversation, num_open=0, num_running=0, wanted=None, pinned_until_s=0.0)
+                pinned_until_s = conversation.pinned_until_s if keeps_pin else 0.0
+                remnant = replace(conversation, num_open=0, num_running=0, wanted=None, pinned_until_s=pinned_until_s)
                 self.owner_of[left], self.end_of[remnant] = remnant, left
                 self.rest(left)
         self.owner_of[key], self.end_of[conversation] = conversation, key

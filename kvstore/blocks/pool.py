@@ -132,14 +132,14 @@ class BlockPool:
             self._blank.move_to_end(block, last=False)
         self._stale.add(block)
 
-    def touch(self, blocks: Sequence[int], conversation: Conversation | None = None) -> None:
+    def touch(self, blocks: Sequence[int], conversation: Conversation | None = None, keeps_pin: bool = False) -> None:
         """Mark blocks of a chain, head first, as just used: of free blocks without a conversation, they are evicted
         last, tail first.
 
-        conversation: ends at the last one from now on.
+        conversation: ends at the last one from now on. keeps_pin: see `EvictionTree.claim`.
         """
         if conversation is not None and blocks:
-            self.tree.claim(conversation, blocks[-1])
+            self.tree.claim(conversation, blocks[-1], keeps_pin)
             return
         for block in reversed(blocks):
             self.tree.touch(block)

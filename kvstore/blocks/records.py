@@ -5,9 +5,10 @@ Knows no tensor, no thread and no file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -68,6 +69,11 @@ class ReadResult(Enum):
     CORRUPT = "corrupt"  # header or checksum do not match; the block is to be deleted
     MISMATCH = "mismatch"  # intact, but of another history, model or size than expected; it stays
     FAILED = "failed"  # the medium failed; the block may still be there
+
+    @property
+    def lost_by(self) -> str:
+        """The cause of the loss of a block whose read has ended like this; see `Loss`."""
+        return "unreadable" if self is ReadResult.FAILED else "damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,24 @@ class StatePiece:
     row: int
     index: int
     arena_block: int
+
+
+class WindowRun(NamedTuple):
+    """Tokens of a state that go to a spliced one: arena blocks, offset and position of the first, and where it goes."""
+
+    sources: Sequence[int]
+    source_offset: int
+    source_position: int
+    offset: int
+    position: int
+    length: int
+
+
+class SplicedState(NamedTuple):
+    """The KV of layers with a window behind a spliced block: its arena blocks, and what fills them."""
+
+    arena_blocks: Sequence[int]
+    runs: Sequence[WindowRun]
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,13 +183,15 @@ class DiskIndex:
             self._tree.claim(conversation, chain[end - 1])
         self._tree.touch(entry.block_id)
 
-    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
-        """Let the conversation end at the last of these blocks, head first, that is here."""
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation, keeps_pin: bool = False) -> None:
+        """Let the conversation end at the last of these blocks, head first, that is here. keeps_pin: see
+        `EvictionTree.claim`.
+        """
         end = len(chain)
         while end and chain[end - 1] not in self._entries:
             end -= 1
         if end:
-            self._tree.claim(conversation, chain[end - 1])
+            self._tree.claim(conversation, chain[end - 1], keeps_pin)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """Link a splice's first block to the block before it, although it names another parent, so that it is evicted

@@ -15,7 +15,9 @@ Decisions:
 
 Every full block is saved, straight from the activations, and nothing waits for it. A save never reads HBM, whose
 keys are rotated: un-rotating is not exact in 16 bits, so raw keys are taken where they are computed. An arena block
-is reserved when the block's first token is scheduled, before its id is known.
+is reserved when the block's first token is scheduled, before its id is known. Layers with a window are the exception:
+which of their KV is wanted is known when a turn has ended. It is read from HBM, with rotated keys; so at its place it
+comes back to the bit, and a splice turns its keys in float32.
 
 On a CPU, saves and loads have no thread of their own. A worker beside two computing threads made prefill 22 % slower,
 where the copy itself takes 3 %. So each layer of a prefill is copied where it is computed, and a decode step's layers

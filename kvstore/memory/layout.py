@@ -31,7 +31,9 @@ class KVLayout:
     their values. rotations: per layer the full table, None where keys are not rotated.
 
     own_heads, own_layers: the heads and layers that this process moves, None for all. Blocks have all of them.
-    state_bytes: of what a request keeps beside its KV, 0 for nothing; it is stored in blocks of the same size.
+    state_bytes: of what is kept behind a block beside its KV, 0 for nothing; it is stored in blocks of the same size.
+    window_blocks: behind so many blocks before it a border needs that; 0: it needs one. windowed: of layers with a
+    window, whose KV of one block, with rotated keys, is then such a state.
     """
 
     shapes: tuple[LayerShape, ...]  # of the layers
@@ -41,6 +43,8 @@ class KVLayout:
     own_heads: slice | None = None
     own_layers: slice | None = None
     state_bytes: int = 0
+    window_blocks: int = 0
+    windowed: KVLayout | None = None
 
     @property
     def num_state_blocks(self) -> int:
@@ -67,7 +71,7 @@ class KVLayout:
 
 
 class States(Protocol):
-    """The engine's states of requests, in rows."""
+    """The engine's states, in rows: of requests, or of HBM blocks."""
 
     def packed(self, row: int, /) -> torch.Tensor:
         """One as it is stored, [state_bytes] uint8; the same memory, or a copy."""

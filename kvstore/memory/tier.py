@@ -151,10 +151,13 @@ class CpuTier:
             self._last_used_s[arena_blocks[-1]] = self._clock()
             self.pool.touch(arena_blocks, conversation if self.keep else None)
 
-    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
-        """Give these blocks, head first, to this conversation, as far as they are here."""
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation, keeps_pin: bool = False) -> None:
+        """Give these blocks, head first, to this conversation, as far as they are here. keeps_pin: see
+        `EvictionTree.claim`.
+        """
         if self.keep:
-            self.pool.touch([one for one in map(self.arena_block_of, chain) if one is not None], conversation)
+            here = [one for one in map(self.arena_block_of, chain) if one is not None]
+            self.pool.touch(here, conversation, keeps_pin)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """Let a splice's first block be evicted before the block in front of it, although it names another parent."""

@@ -21,7 +21,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from kvstore.blocks.records import Load, Save, SaveFence, StatePiece, TransferPlan, Transferred
+from kvstore.blocks.records import Load, Save, SaveFence, SplicedState, StatePiece, TransferPlan, Transferred
 from kvstore.config import format_size
 from kvstore.errors import ConfigError
 from kvstore.kernels.cpu.threads import FirstTouch
@@ -125,11 +125,31 @@ class Arena:
         for piece in pieces:
             yield packed[piece.index * size : (piece.index + 1) * size], self.rows[piece.arena_block]
 
-    def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
+    def splice(self, pieces: Sequence[tuple[int, int, int, int, int]], states: Sequence[SplicedState] = ()) -> None:
+        """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens); and make
+        states of layers with a window, in which nothing of what was there before is left.
+        """
         for source, source_offset, arena_block, offset, count in pieces:
             for run in self.runs:
                 run[arena_block, :, offset : offset + count] = run[source, :, source_offset : source_offset + count]
+        for state in states:
+            self._splice_state(state)
+
+    def _splice_state(self, state: SplicedState) -> None:
+        layout, size = self.layout.windowed, self.layout.block_bytes
+        assert layout is not None
+        packed = torch.zeros(len(state.arena_blocks) * size, dtype=torch.uint8)
+        layers = _layers_of(packed, layout)
+        for run in state.runs:
+            sources = _layers_of(torch.cat([self.rows[one] for one in run.sources]), layout)
+            own, there = (slice(first, first + run.length) for first in (run.source_offset, run.offset))
+            at, to = (torch.arange(run.length) + first for first in (run.source_position, run.position))
+            for (keys, values), source, rotation in zip(layers, sources, layout.rotations, strict=True):
+                moved = source[0][0, own]
+                keys[0, there] = moved if rotation is None else rotation.turn(moved, at, to)
+                values[0, there] = source[1][0, own]
+        for part, one in zip(packed.split(size), state.arena_blocks, strict=True):
+            self.rows[one].copy_(part)
 
     def close(self) -> None:
         """Unpin; no transfer may be running. The mapping goes when the last tensor and view of it are collected."""
@@ -155,6 +175,12 @@ def _layers(runs: Sequence[torch.Tensor], layout: KVLayout) -> list[tuple[torch.
         keys, values = (part.unflatten(2, (shape.num_kv_heads, -1))[:, :, heads] for part in pair)
         found.append((keys, values))
     return found[layout.own_layers or slice(None)]
+
+
+def _layers_of(packed: torch.Tensor, layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The keys and values of a packed block, [1, block_size, num_kv_heads, head_dim] each."""
+    numbers = packed[: layout.block_bytes].view(layout.dtype)[None]
+    return _layers(list(_runs(numbers, layout)), layout)
 
 
 def _private(size_bytes: int) -> mmap.mmap:

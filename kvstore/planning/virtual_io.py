@@ -203,5 +203,5 @@ def virtual_store(
     write_back = None if on_disk is None else WriteBack(context, on_disk, io)
     planner = Planner(STORE_BLOCK_BYTES, block_size, always=True)
     identity = Identity(b"", "", block_size)
-    store = KVStore(context, planner, identity, io, transfers, lambda _: None, write_back)
+    store = KVStore(context, planner, identity, io, transfers, lambda *_: None, write_back)
     return store, io

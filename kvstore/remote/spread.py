@@ -1,4 +1,5 @@
-"""One believed tier over several servers: each has a part of all blocks, and a worker of its own.
+"""One believed tier over several servers: each has a part of all blocks, and a worker of its own. And what such a tier
+is thought to have: what it has answered, and what was stored there; only a read finds out.
 
 A block's id alone decides where it is, by rendezvous hashing: with one server more or fewer, only that one's part
 moves. While one does not answer, its blocks are not there; the others are asked as ever. Control plane, one thread.
@@ -7,7 +8,8 @@ moves. While one does not answer, its blocks are not there; the others are asked
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -15,9 +17,11 @@ from typing import TypeAlias
 import xxhash
 
 from kvstore.blocks.ids import BlockId
-from kvstore.tiers.port import Chain, Done, WriteJob
+from kvstore.tiers.port import Asked, Chain, Done, WriteJob
 from kvstore.tiers.worker import TierWorker
 
+MOST_KNOWN = 1 << 18  # blocks of a believed tier
+KNOWN_S = 300.0  # how long its answers are believed
 MOST_CHAINS = 32  # whose parts are remembered: each is stored in many batches
 
 Believed: TypeAlias = "TierWorker | SpreadTier"
@@ -94,3 +98,46 @@ class SpreadTier:
     def close(self, timeout_s: float) -> bool:
         have_ended = [worker.close(timeout_s) for worker in self._workers]
         return all(have_ended)
+
+
+class BelievedContents:
+    """name: the tier's."""
+
+    def __init__(self, tier: Believed, clock: Callable[[], float]) -> None:
+        self.name, self._tier, self._clock = tier.name, tier, clock
+        self._known: OrderedDict[BlockId, float] = OrderedDict()  # when each was last heard of
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def contains(self, block_id: BlockId) -> bool:
+        """Whether the block is worth reading from there."""
+        heard_s = self._known.get(block_id)
+        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self.is_away(block_id)
+
+    def is_away(self, block_id: BlockId) -> bool:
+        """Whether the server that has the block, if any has, does not answer."""
+        return self._tier.home(block_id).is_away
+
+    def has_had(self, block_id: BlockId) -> bool:
+        """Whether the block was there when it was last heard of, however long ago."""
+        return block_id in self._known
+
+    def answered(self, asked: Asked) -> None:
+        for block_id, is_there in zip(asked.chain.ids, asked.there or (), strict=False):
+            if is_there:
+                self.learn(block_id)
+            else:
+                self._known.pop(block_id, None)
+
+    def learn(self, block_id: BlockId) -> None:
+        """Note that a block is there."""
+        self._known[block_id] = self._clock()
+        self._known.move_to_end(block_id)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def lose(self, block_ids: Iterable[BlockId]) -> None:
+        """Note that these are not there, or are about to be deleted."""
+        for block_id in block_ids:
+            self._known.pop(block_id, None)

@@ -20,8 +20,8 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `saving`: which tokens of a step are saved, and where; the transfers of steps that are in flight
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
-- `stored`: what the tiers hold, and whose it is: what is on disk, what a believed tier is thought to have, deletions
-  that a tier has not confirmed; reads in flight, and their urgency; what the parts of a store share
+- `stored`: which of a chain's blocks the tiers hold, with the states behind them, and whose they are; reads in flight,
+  and their urgency; what the parts of a store share
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
 - `write_back`: what is written next, what is evicted or deleted from disk, and what becomes of failed writes

@@ -71,11 +71,12 @@ def open_tiered(
     with ExitStack() as opened:
         if opening is not None:
             opened.callback(opening.close)
-        tiers.check_room(layout.block_bytes, layout.num_state_blocks)
+        num_state_blocks = layout.num_state_blocks * max(layout.window_blocks, 1)  # that a request needs
+        tiers.check_room(layout.block_bytes, num_state_blocks)
         if layout.num_state_blocks:
             check_shared(tiers)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
-        num_arena_blocks = max(least_arena_blocks + 2 * layout.num_state_blocks, STAGING_BYTES // layout.block_bytes)
+        num_arena_blocks = max(least_arena_blocks + 2 * num_state_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
             num_arena_blocks = int(tiers.cpu) // layout.block_bytes
         clock, stats, progress = time.time, StoreStats(losses=Losses(MOST_LOSSES)), StoreProgress()
@@ -106,10 +107,12 @@ def open_tiered(
         if others is not None:
             others.use(FarBlocks(arena))
             transfer = RankedTransfer(transfer, others)
-        identity = Identity(bytes.fromhex(name), label(model), layout.block_size, layout.num_state_blocks)
+        identity = Identity(
+            bytes.fromhex(name), label(model), layout.block_size, layout.num_state_blocks, layout.window_blocks
+        )
         if owner is not None or fleet is not None:
             remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk)
-        store = KVStore(context, planner, identity, io, transfer, arena.copy_tokens, write_back, remote)
+        store = KVStore(context, planner, identity, io, transfer, arena.splice, write_back, remote)
         parts = StoreParts(
             directory, threading.RLock(), progress, store, disk, io, learned, secret, cpu, arena, transfer, holdings
         )

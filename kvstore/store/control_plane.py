@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.blocks.records import Loss, TransferPlan, Transferred
+from kvstore.blocks.records import BlockRecord, Loss, SplicedState, TransferPlan, Transferred
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
-from kvstore.remote.spread import Believed
+from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
 from kvstore.store.parts import Stage
@@ -26,12 +26,12 @@ from kvstore.store.requests import Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
-from kvstore.store.stored import BelievedContents, ChainContent, Identity, StoreContext, StoredBlocks, TierReads
+from kvstore.store.stored import ChainContent, Identity, StoreContext, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
 
-MOST_OLD_STATES = 2  # of a conversation, beside the latest and that behind its system prompt
+SLACK_BLOCKS = 2  # a turn may end so much before the next one begins
 TRIED_BLOCKS = 16  # are read although computing is better: the disk may have become faster
 TRIED_SHARE = 4  # at most one second in this many is spent on such reads
 _MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
@@ -158,9 +158,8 @@ class Matcher:
             block_s = self._planner.remote_s
         self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * block_s
         wanted = request.wanted
-        is_asked = Wanted(is_asked=True)
-        whole = request.loads
-        tail = Tracked(whole.chain, whole.tokens, whole.lineage, whole.tenant, wanted=is_asked)
+        own = request.chain, request.tokens, request.lineage, request.tenant
+        tail = Tracked(*own, restored=request.restored, wanted=Wanted(is_asked=True))
         self._requests.hold(tail, max(wanted.front, wanted.back - TRIED_BLOCKS), wanted.back)
         self._prefetcher.read_as_hint(tail)
 
@@ -173,7 +172,8 @@ class KVStore:
 
     def __init__(
         self, context: StoreContext[CpuTier], planner: Planner, identity: Identity, io: TierWorker,
-        transfers: Transfers, copy: Callable[[Sequence[Piece]], None], disk: WriteBack | None,
+        transfers: Transfers, copy: Callable[[Sequence[Piece], Sequence[SplicedState]], None],
+        disk: WriteBack | None,
         remote: RemoteSource | None = None,
     ) -> None:  # fmt: skip
         self.cpu, self.steering, self.stats = cpu, steering, stats = context.cpu, context.steering, context.stats
@@ -229,31 +229,55 @@ class KVStore:
     def load(
         self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int, row: int | None = None
     ) -> None:
-        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. row: where its state goes."""
+        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. row: where its state goes; None:
+        to these blocks.
+        """
         size, request = self.stored.block_size, self.requests.by_id[request_id]
-        if row is not None:
-            self.steps.add_loads(self.requests.hand_out_state(request, row))
+        if request.restored is not None:
+            states = self.requests.hand_out_states(request, block_numbers, first_token // size, row)
+            self.steps.add_loads(states)
         self.steps.add_loads(self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size))
 
-    def save_state(self, request: Tracked, num_tokens: int, row: int) -> TransferPlan | None:
-        """Plan to save the state of a request that has ended, as it is in this row, behind so many of its tokens; None
-        if it is stored, or cannot be.
+    def save_states(self, request: Tracked, states: Sequence[tuple[int, int]]) -> TransferPlan | None:
+        """Plan to save states of a request that has ended, each behind so many of its tokens, as it is in its row; None
+        if all are stored, or cannot be.
         """
-        size = self.stored.block_size
-        border, system = num_tokens // size, request.turn_starts[0] // size if request.turn_starts else 0
-        content = self.stored.with_state(request, border)
-        state = content.chain[border:]
-        if self.stored.holds(state[-1]):
-            return None
-        if self.stored.holds(state[0]):  # the rest of one of which a part was lost
-            self._delete_state(state)
-        older = [one for one in self.stored.states_before(request.chain, border, MOST_OLD_STATES + 2) if one != system]
-        for one in older[MOST_OLD_STATES:]:
-            self._delete_state(self.stored.with_state(request, one).chain[one:])
-        plan = self.steps.plan_state(content, border, row, request.conversation)
-        if plan is not None and self.remote is not None:
-            self.remote.offer_state(content, border)
+        size, new = self.stored.block_size, list[tuple[int, list[BlockRecord]]]()
+        for num_tokens, row in states:
+            records = self.stored.state_records(request, num_tokens // size)
+            if self.stored.holds(records[-1].block_id):
+                continue
+            if self.stored.holds(records[0].block_id):  # the rest of one of which a part was lost
+                self._delete_state([record.block_id for record in records])
+            new.append((row, records))
+        borders = {num_tokens // size for num_tokens, _ in states}
+        self._delete_old_states(request, borders)
+        plan = self.steps.plan_states(new, request.conversation) if new else None
+        for border in sorted(border for border in borders if border + 1 not in borders):
+            content = self.stored.with_states(request, border)
+            if request.conversation is not None:
+                self.stored.claim_states(content, request.conversation)
+            if plan is not None and self.remote is not None:
+                self.remote.offer_state(content, border)
         return plan
+
+    def _delete_old_states(self, request: Tracked, borders: set[int]) -> None:
+        """Delete the states of a chain but for those that are needed at these borders, where its system prompt ends,
+        where the turn before ended, and where other chains leave it. If nobody says where turns end, those before stay.
+        """
+        size, span, starts = self.stored.block_size, self.stored.state_span, request.turn_starts
+        ends = {*borders, *(start // size for start in (*starts[:1], *starts[-1:]))}
+        kept = {one for end in ends if end + 1 not in borders for one in range(end - span - SLACK_BLOCKS, end)}
+        num_more = 0 if starts else span
+        known = starts[-3] // size - span - SLACK_BLOCKS if len(starts) > 2 else 0  # before it, the last turn did this
+        for number in range(max(borders) - 1, max(known, 0) - 1, -1):
+            if self.stored.is_fork(request.chain[number]):
+                kept.update(range(number + 1 - span, number + 1))
+            if number not in kept and self.stored.has_state(request.chain[number]):
+                num_more -= 1
+                if num_more < 0:
+                    records = self.stored.state_records(request, number + 1)
+                    self._delete_state([record.block_id for record in records])
 
     def _delete_state(self, block_ids: Sequence[BlockId]) -> None:
         """Delete the blocks of a state on every tier."""
@@ -354,7 +378,7 @@ class KVStore:
         self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes
     ) -> tuple[list[BlockId], Lineage] | None:
         """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest must be computed."""
-        can_splice = self.cpu.keep and not self.stored.num_state_blocks
+        can_splice = self.cpu.keep and (self.stored.has_windows or not self.stored.num_state_blocks)
         planned = plan_chain(old, spans, self.stored, secret) if can_splice else None
         if planned is None:
             return None
@@ -379,15 +403,15 @@ class KVStore:
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None, tenant: str | None) -> None:
         if (conversation := self._conversation_of(chain)) is not None:
-            if self.requests.keeps_states:
-                self._claim_state(chain, conversation)
             self.steering.pin(conversation, seconds, expires_s, tenant, len(chain))
+            if self.requests.keeps_states:
+                self._claim_states(chain, conversation)
 
-    def _claim_state(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
-        """Give the last state of a chain to its conversation."""
+    def _claim_states(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        """Give the states that a request begins with behind this chain to its conversation."""
         content = ChainContent(list(chain), b"", Lineage(chain[0]), "")
-        if (found := self.stored.restorable(content, 0, len(chain))) is not None:
-            self.stored.claim(found.chain, found.lineage, conversation)
+        if (found := self.stored.restorable(content, 0, len(self.stored.tiers(chain, 0, len(chain))))) is not None:
+            self.stored.claim_states(found, conversation)
 
     def _conversation_of(self, chain: Sequence[BlockId]) -> Conversation | None:
         """The conversation of this chain; makes one if it has none and its end is stored."""

@@ -20,20 +20,12 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
-from kvstore.remote.spread import Believed
+from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.store.parts import Stage
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Tracked
-from kvstore.store.stored import (
-    LOST_BY,
-    BelievedContents,
-    ChainContent,
-    Deletions,
-    StoreContext,
-    StoredBlocks,
-    TierReads,
-)
+from kvstore.store.stored import ChainContent, Deletions, StoreContext, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Asked, Chain, Done, ReadDone, WriteDone
 
@@ -227,7 +219,7 @@ class RemoteBlocks:
             gone = self._reads.fail(done, self._stats.remote_read_failures)
             if gone is not None and self._disk is not None:  # blocks read behind it may already be there
                 self._disk.space.delete_tree(block_id, gone)
-            cause = "remote_away" if self.contents.is_away(block_id) else LOST_BY.get(done.result, "unreadable")
+            cause = "remote_away" if self.contents.is_away(block_id) else done.result.lost_by
             self._stats.losses.note(cause, self.contents.name, block_id, why=done.result.value)
         self._cpu.release(arena_block)
 

@@ -15,7 +15,7 @@ from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
 from kvstore.store.seam import Lookup, Match, NewRequest
-from kvstore.store.stored import ChainContent, StoredBlocks, TierReads
+from kvstore.store.stored import ChainContent, Restorable, StoredBlocks, TierReads
 from kvstore.tiers.port import AS_HINT, Rank, rank_of_request
 
 Announced = list[tuple[int, BlockRecord, str]]  # blocks to be read: places in the chain, records, tiers
@@ -53,13 +53,13 @@ class Tracked(ChainContent):
     conversation: Conversation | None = None
     may_load: bool = True
     turn_starts: Sequence[int] = ()  # in tokens
-    restored: ChainContent | None = None  # of a model that keeps states: what it can begin with, and the state there
-    num_state_blocks: int = 0  # of these
+    restored: Restorable | None = None  # of a model that keeps states: what it can begin with, and the states there
     most_loaded: float = math.inf  # of its blocks: a later state was lost when it was wanted
     is_computed: bool = False  # although something is stored: computing is quicker, or there is no room to load it
     was_elsewhere: bool = False  # another server was asked to compute it
     lacks_room: bool = False  # some of what is stored for it found no arena block
     num_hbm_blocks: int = 0  # when it arrived
+    num_known: int = 0  # of its blocks, though it may not be able to begin behind all of them, of a model with states
     arrival: list[str] = field(default_factory=list)  # the tier of each block after those, as far as they are stored
     num_told: int = 0  # how many of these the engine knows of
     num_saved_tokens: int = 0  # of its blocks that were not stored before, until the engine asks
@@ -94,7 +94,12 @@ class Tracked(ChainContent):
     @property
     def border(self) -> int:
         """The number of its blocks behind which it can begin with a state; 0: behind none."""
-        return 0 if self.restored is None else len(self.restored.chain) - self.num_state_blocks
+        return 0 if self.restored is None else self.restored.border
+
+    @property
+    def num_state_blocks(self) -> int:
+        """The number of blocks of the states that it begins with."""
+        return 0 if self.restored is None else len(self.restored.chain) - self.restored.border
 
     def tier_at_arrival(self, index: int) -> str | None:
         """The tier below HBM that had this block; None if none had it."""
@@ -166,12 +171,13 @@ class Requests:
         num_told, request.num_hbm_blocks = request.num_hbm_blocks + request.num_told, first
         request.num_told, request.arrival, request.restored = max(0, num_told - first), [], None
         end = len(request.chain) if request.key is None else request.num_loadable(self.block_size)
-        found = self._stored.restorable(request, first, int(min(end, request.most_loaded)))
+        request.num_known = first + len(self._stored.tiers(request.chain, first, end))
+        found = self._stored.restorable(request, first, int(min(request.num_known, request.most_loaded)))
         if found is None:
             return
         request.lacks_room = len(found.chain) - first > self._cpu.pool.num_blocks  # it is loaded as a whole
         if not request.lacks_room:
-            request.restored, request.num_state_blocks = found, self._stored.num_state_blocks
+            request.restored = found
             request.arrival = self._stored.tiers(found.chain, first, len(found.chain))
 
     def hold(self, request: Tracked, first: int, end: int) -> None:
@@ -318,12 +324,21 @@ class Requests:
         self._stats.loaded_tokens += len(loads) * size
         return loads
 
-    def hand_out_state(self, request: Tracked, row: int) -> list[StatePiece]:
-        """The same of the state behind its blocks, before these are handed out."""
-        wanted, border = request.wanted, request.border
-        pieces = [StatePiece(row, i - border, wanted.arena_blocks.pop(i)) for i in range(border, wanted.end)]
-        wanted.read_ahead.difference_update(range(border, wanted.end))
-        self.cut(request, border)
+    def hand_out_states(
+        self, request: Tracked, block_numbers: Sequence[int], first_block: int, row: int | None
+    ) -> list[StatePiece]:
+        """The same of the states behind its blocks, before these are handed out: to this row, or each to its block."""
+        wanted, restored, pieces = request.wanted, request.restored, list[StatePiece]()
+        assert restored is not None
+        for index in range(restored.border, wanted.end):
+            place, arena_block = restored.owner(index) - first_block, wanted.arena_blocks.pop(index)
+            if row is None and place < 0:  # HBM has it
+                self._cpu.release(arena_block)
+                continue
+            target = block_numbers[place] if row is None else row
+            pieces.append(StatePiece(target, (index - restored.border) % restored.num_state_blocks, arena_block))
+        wanted.read_ahead.difference_update(range(restored.border, wanted.end))
+        self.cut(request, restored.border)
         return pieces
 
     def take_num_saved(self, request_id: str) -> int:

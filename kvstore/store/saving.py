@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import Load, Save, StatePiece, TransferPlan, Transferred
+from kvstore.blocks.records import BlockRecord, Load, Save, StatePiece, TransferPlan, Transferred
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import StepSpan
-from kvstore.store.stored import ChainContent, StoredBlocks
+from kvstore.store.stored import StoredBlocks
 
 MAX_UNSAVED = 1 << 20
 
@@ -41,7 +41,7 @@ class SaveStep:
     written: list[int] = field(default_factory=list)  # each holds a reference for the step
     complete: list[int] = field(default_factory=list)  # blocks that this step fills
     num_unnamed: int = 0  # blocks that this step fills and that have no id yet
-    state: list[StatePiece] = field(default_factory=list)  # that it saves instead of KV
+    states: list[StatePiece] = field(default_factory=list)  # that it saves instead of KV
 
 
 @dataclass(eq=False)
@@ -189,20 +189,19 @@ class Saver:
             self._cpu.release(arena_block)
 
     def plan_state(
-        self, content: ChainContent, border: int, row: int, conversation: Conversation | None, step: SaveStep
-    ) -> list[StatePiece]:
-        """Choose arena blocks for a state: see `StepsInFlight.plan_state`. All or none."""
-        arena_blocks = [one for one in (self._cpu.reserve() for _ in content.chain[border:]) if one is not None]
-        records = [self._stored.record(content, index) for index in range(border, len(content.chain))]
-        if len(arena_blocks) < len(records) or not self._stored.holds(content.chain[border - 1]):
+        self, records: list[BlockRecord], row: int, conversation: Conversation | None, step: SaveStep
+    ) -> None:
+        """Choose arena blocks for a state, all or none: see `StepsInFlight.plan_states`."""
+        arena_blocks = [one for one in (self._cpu.reserve() for _ in records) if one is not None]
+        if len(arena_blocks) < len(records) or not self._stored.holds(records[0].parent_id):
             for arena_block in arena_blocks:
                 self._cpu.release(arena_block)
             self._stats.dropped_saves += 1
-            return []
+            return
         for arena_block, record in zip(arena_blocks, records, strict=True):
             self._cpu.announce(arena_block, record, conversation)
         step.complete += arena_blocks
-        return [StatePiece(row, index, one) for index, one in enumerate(arena_blocks)]
+        step.states += [StatePiece(row, index, one) for index, one in enumerate(arena_blocks)]
 
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
@@ -299,19 +298,20 @@ class StepsInFlight:
         states = tuple(load for load in step.loads if isinstance(load, StatePiece))
         return TransferPlan(loads, tuple(step.saves.saves), ticket, states)
 
-    def plan_state(
-        self, content: ChainContent, border: int, row: int, conversation: Conversation | None
+    def plan_states(
+        self, states: Sequence[tuple[int, list[BlockRecord]]], conversation: Conversation | None
     ) -> TransferPlan | None:
-        """Save the state in a row, which stands behind so many blocks of a chain; None if that cannot be. It ends as
-        the saves of a step do. content: the chain up to there, and the blocks of its state.
+        """Save states, each given with its row and the records of its blocks; None if that cannot be. It ends as the
+        saves of a step do.
         """
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers(begun=True)
-        step.saves.state = self._saver.plan_state(content, border, row, conversation, step.saves)
-        if not step.saves.state:
+        for row, records in states:
+            self._saver.plan_state(records, row, conversation, step.saves)
+        if not step.saves.states:
             del self.by_ticket[ticket]
             return None
-        return TransferPlan(ticket=ticket, states=tuple(step.saves.state))
+        return TransferPlan(ticket=ticket, states=tuple(step.saves.states))
 
     def begun(self, ticket: int) -> None:
         """The data plane has the plan of this step. May be called without the lock."""
@@ -347,7 +347,7 @@ class StepsInFlight:
         A block that has no name yet holds up nobody: it follows when it is named.
         """
         for ticket, step in list(self.by_ticket.items()):
-            if step.loads or ((step.saves.saves or step.saves.state) and step.has_saved is None):
+            if step.loads or ((step.saves.saves or step.saves.states) and step.has_saved is None):
                 return
             self._end_saves(step, bool(step.has_saved) and not step.is_garbage)
             if not step.saves.num_unnamed:

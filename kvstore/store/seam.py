@@ -66,11 +66,13 @@ class Arrival:
     """What a connector says about a request that was queued.
 
     tiers: "cpu", "disk" or "remote" for each block after those in HBM, as far as they are stored. conversation: the one
-    that it continues, to be handed back when the same request is queued again.
+    that it continues, to be handed back when the same request is queued again. num_known_blocks: that are stored,
+    though it may not be able to begin behind all of them.
     """
 
     tiers: tuple[str, ...]
     conversation: Conversation
+    num_known_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

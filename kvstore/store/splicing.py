@@ -12,10 +12,10 @@ from functools import partial
 from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage, child_block_id, splice_parent_id
-from kvstore.blocks.records import BlockRecord
+from kvstore.blocks.records import BlockRecord, SplicedState, WindowRun
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
-from kvstore.rope.splice import SplicePiece, plan_splice
+from kvstore.rope.splice import SplicePiece, SplicePlan, plan_splice
 from kvstore.stats import StoreStats
 from kvstore.store.stored import ChainContent, StoredBlocks, TierReads
 from kvstore.tiers.queues import Task
@@ -24,12 +24,22 @@ from kvstore.tiers.worker import TierWorker
 CHUNK_BLOCKS = 64  # copied by one task, so that reads can come in between
 
 Piece = tuple[int, int, int, int, int]  # source arena block, source offset, arena block, offset, number of tokens
-NewBlock = tuple[BlockRecord, list[tuple[BlockRecord, SplicePiece]]]  # with the runs that fill it, and their sources
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A block to make, with the runs that fill it, each of a block; or a state behind one, of several blocks as each of
+    its sources. first_token: of the block behind which a state stands, None for KV.
+    """
+
+    records: list[BlockRecord]
+    runs: list[tuple[list[BlockRecord], SplicePiece]]
+    first_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """A planned chain: its first blocks are old ones, the others are new."""
+    """A planned chain: its first blocks are old ones, the others are new. blocks: these, and states behind the last."""
 
     chain: list[BlockId]
     lineage: Lineage
@@ -42,26 +52,44 @@ def plan_chain(
     """The chain of the kept `spans` of old tokens, as far as full blocks can be made. None if nothing can be reused.
 
     Its first blocks, before any token that moved and before an earlier splice, are the old ones: a chain has one
-    splice.
+    splice. If layers have windows, it ends where these can be made of what is stored.
     """
     size = stored.block_size
     planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index)
-    if not planned.blocks:
+    num_exact, new_blocks = planned.num_exact_blocks, planned.blocks[: _num_with_windows(old, planned, stored)]
+    if not new_blocks:
         return None
-    pieces = [one for block in planned.blocks for one in block.pieces]
+    pieces = [one for block in new_blocks for one in block.pieces]
     sources = {one.source_block: stored.record(old, one.source_block) for one in pieces}
     reused = [(sources[one.source_block].block_id, one.source_offset, one.length) for one in pieces]
-    chain = old.chain[: planned.num_exact_blocks]
+    chain = old.chain[:num_exact]
     parent = splice_parent_id(secret, chain[-1] if chain else old.lineage.root, reused)
-    first, end = len(chain), len(chain) + len(planned.blocks)
+    first, end = num_exact, num_exact + len(new_blocks)
     tokens = b"".join(old.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES] for start, stop in spans)
     new = ChainContent(chain, tokens, Lineage(old.lineage.root, first, parent, end), old.tenant)
-    blocks: list[NewBlock] = []
-    for index, block in enumerate(planned.blocks, start=first):
+    blocks, states = list[NewBlock](), list[NewBlock]()
+    for index, block in enumerate(new_blocks, start=first):
         start = index * size * TOKEN_BYTES
         chain.append(child_block_id(new.lineage.parent(chain, index), tokens[start : start + size * TOKEN_BYTES]))
-        blocks.append((stored.record(new, index), [(sources[one.source_block], one) for one in block.pieces]))
-    return Spliced(chain, new.lineage, blocks)
+        runs = [([sources[one.source_block]], one) for one in block.pieces]
+        blocks.append(NewBlock([stored.record(new, index)], runs))
+        if stored.num_state_blocks and index >= end - stored.state_span:
+            runs = [(stored.state_records(old, one.source_block + 1), one) for one in block.pieces]
+            states.append(NewBlock(stored.state_records(new, index + 1), runs, index * size))
+    return Spliced(chain, new.lineage, blocks + states)
+
+
+def _num_with_windows(old: ChainContent, planned: SplicePlan, stored: StoredBlocks) -> int:
+    """Of the planned blocks those up to the last one before which all windows can be made; all, if there are none."""
+    if not stored.num_state_blocks:
+        return len(planned.blocks)
+    sources = [{number} for number in range(planned.num_exact_blocks)]
+    sources += [{one.source_block for one in block.pieces} for block in planned.blocks]
+    has_window = [all(stored.has_state(old.chain[one]) for one in blocks) for blocks in sources]
+    for end in range(len(sources), planned.num_exact_blocks, -1):
+        if all(has_window[max(0, end - stored.state_span) : end]):
+            return end - planned.num_exact_blocks
+    return 0
 
 
 @dataclass(slots=True)
@@ -71,6 +99,7 @@ class _Job:
     sources: dict[BlockId, int] = field(default_factory=dict)  # arena blocks held until it has ended
     arena_blocks: list[int] = field(default_factory=list)  # announced, one reference each
     pieces: list[Piece] = field(default_factory=list)
+    states: list[SplicedState] = field(default_factory=list)
     submitted: bool = False
 
 
@@ -84,7 +113,7 @@ class Splicer:
     _io: TierWorker
     _stored: StoredBlocks
     _reads: TierReads | None
-    _copy: Callable[[Sequence[Piece]], None]
+    _copy: Callable[[Sequence[Piece], Sequence[SplicedState]], None]
     _stats: StoreStats
 
     def __post_init__(self) -> None:
@@ -106,25 +135,40 @@ class Splicer:
 
     def _add(self, job: _Job, block: NewBlock, conversation: Conversation | None) -> bool:
         """Hold the sources of a block and an arena block for it. A block that is stored already needs nothing."""
-        record, runs = block
-        if self._stored.holds(record.block_id):
+        if self._stored.holds(block.records[-1].block_id):
             return True
-        for source, _ in runs:
-            if source.block_id not in job.sources:
-                held = self._source(source)
-                if held is None:
-                    return False
-                job.sources[source.block_id] = held
-        arena_block = self._cpu.reserve()
-        if arena_block is None:
-            return False
-        job.arena_blocks.append(arena_block)
-        if not self._cpu.announce(arena_block, record, conversation):
-            return False
-        for source, one in runs:
-            held = job.sources[source.block_id]
-            job.pieces.append((held, one.source_offset, arena_block, one.offset, one.length))
+        runs: list[tuple[list[int], SplicePiece]] = []
+        for records, piece in block.runs:
+            for source in records:
+                if source.block_id not in job.sources:
+                    held = self._source(source)
+                    if held is None:
+                        return False
+                    job.sources[source.block_id] = held
+            runs.append(([job.sources[source.block_id] for source in records], piece))
+        made: list[int] = []
+        for record in block.records:
+            arena_block = self._cpu.reserve()
+            if arena_block is None:
+                return False
+            job.arena_blocks.append(arena_block)
+            made.append(arena_block)
+            if not self._cpu.announce(arena_block, record, conversation):
+                return False
+        self._note_copies(job, block, made, runs)
         return True
+
+    def _note_copies(
+        self, job: _Job, block: NewBlock, made: list[int], runs: Sequence[tuple[list[int], SplicePiece]]
+    ) -> None:
+        if block.first_token is None:
+            job.pieces += [(held[0], one.source_offset, made[0], one.offset, one.length) for held, one in runs]
+            return
+        size, copied = self._stored.block_size, list[WindowRun]()
+        for held, one in runs:
+            at, to = one.source_block * size + one.source_offset, block.first_token + one.offset
+            copied.append(WindowRun(held, one.source_offset, at, one.offset, to, one.length))
+        job.states.append(SplicedState(made, copied))
 
     def _source(self, record: BlockRecord) -> int | None:
         """The arena block that has this block, held, READY or on its way. None if no tier has it."""
@@ -151,7 +195,7 @@ class Splicer:
                 self._abandon(self.jobs.pop(key))
             elif all(self._cpu.state(one) is ArenaBlockState.READY for one in job.sources.values()):
                 job.submitted = True
-                self._io.submit_read(Task(key, partial(self._copy, job.pieces)))
+                self._io.submit_read(Task(key, partial(self._copy, job.pieces, job.states)))
 
     def task_done(self, key: int, succeeded: bool) -> list[int]:
         """A job has been copied. Returns its READY arena blocks, whose references go to the caller.

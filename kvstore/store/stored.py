@@ -1,8 +1,4 @@
-"""What the tiers hold: what is on disk, what a believed tier is thought to have; which of a chain's blocks CPU and the
-tiers below hold together, and whose they are.
-
-Deletions are repeated until a tier has confirmed them. What a believed tier has is what it has answered, and what was
-stored there; only a read finds out.
+"""What is on disk; which of a chain's blocks CPU and the tiers below hold together, and with which states behind them.
 
 Reads in flight, from disk and from the remote tier: how urgent each is, how it ends, and what becomes of those that
 nobody waits for. An arena block that is being read is PENDING and holds a reference for the read.
@@ -12,31 +8,25 @@ Control plane, one thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import NO_TOKENS, TOKEN_BYTES, BlockId, Lineage, state_chain
-from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.blocks.records import BlockRecord
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
-from kvstore.remote.spread import Believed
+from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.stats import StoreStats
-from kvstore.tiers.port import AS_HINT, AT_ONCE, Asked, Rank, ReadDone, ReadJob
+from kvstore.tiers.port import AS_HINT, AT_ONCE, Rank, ReadDone, ReadJob
 from kvstore.tiers.worker import TierWorker
-
-MOST_KNOWN = 1 << 18  # blocks of a believed tier
-KNOWN_S = 300.0  # how long its answers are believed
-# What blocks are lost by (see `kvstore.blocks.records.Loss`), by the read that found out; else "unreadable".
-LOST_BY = {ReadResult.CORRUPT: "damaged", ReadResult.MISMATCH: "damaged", ReadResult.MISSING: "damaged"}
-
 
 C_co = TypeVar("C_co", covariant=True)
 
@@ -53,7 +43,8 @@ class StoreContext(Generic[C_co]):
 
 
 class Deletions:
-    """most: how many may wait for a server; None: all. Of what is dropped, a believed tier rids itself in time.
+    """Repeated until a tier has confirmed them. most: how many may wait for a server; None: all. Of what is dropped, a
+    believed tier rids itself in time.
 
     sizes: of all that are not confirmed, in bytes.
     """
@@ -183,49 +174,6 @@ class DiskContents:
         return None if entry is None else entry.stored_bytes
 
 
-class BelievedContents:
-    """name: the tier's."""
-
-    def __init__(self, tier: Believed, clock: Callable[[], float]) -> None:
-        self.name, self._tier, self._clock = tier.name, tier, clock
-        self._known: OrderedDict[BlockId, float] = OrderedDict()  # when each was last heard of
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def contains(self, block_id: BlockId) -> bool:
-        """Whether the block is worth reading from there."""
-        heard_s = self._known.get(block_id)
-        return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self.is_away(block_id)
-
-    def is_away(self, block_id: BlockId) -> bool:
-        """Whether the server that has the block, if any has, does not answer."""
-        return self._tier.home(block_id).is_away
-
-    def has_had(self, block_id: BlockId) -> bool:
-        """Whether the block was there when it was last heard of, however long ago."""
-        return block_id in self._known
-
-    def answered(self, asked: Asked) -> None:
-        for block_id, is_there in zip(asked.chain.ids, asked.there or (), strict=False):
-            if is_there:
-                self.learn(block_id)
-            else:
-                self._known.pop(block_id, None)
-
-    def learn(self, block_id: BlockId) -> None:
-        """Note that a block is there."""
-        self._known[block_id] = self._clock()
-        self._known.move_to_end(block_id)
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-
-    def lose(self, block_ids: Iterable[BlockId]) -> None:
-        """Note that these are not there, or are about to be deleted."""
-        for block_id in block_ids:
-            self._known.pop(block_id, None)
-
-
 class TierReads:
     """tiers: those that are read from, one of a kind at most. exact, believed: their names."""
 
@@ -346,14 +294,16 @@ class TierReads:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What every block of this engine has in common. num_state_blocks: that the state of a request takes; 0: the model
-    keeps none.
+    """What every block of this engine has in common. num_state_blocks: that a state takes; 0: the model keeps none.
+    window_blocks: behind so many blocks before it a border needs one, which is KV of layers with a window; 0: it needs
+    one, of a request.
     """
 
     fingerprint: bytes
     model: str
     block_size: int
     num_state_blocks: int = 0
+    window_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -364,6 +314,35 @@ class ChainContent:
     tokens: bytes | bytearray
     lineage: Lineage
     tenant: str
+
+    def parent(self, index: int) -> BlockId:
+        """Parent id of block `index`."""
+        return self.lineage.parent(self.chain, index)
+
+
+@dataclass(slots=True, eq=False)
+class Restorable(ChainContent):
+    """The first `border` blocks of a chain, and those of the states that a request needs to begin there, the earliest
+    state first. num_state_blocks: of one.
+    """
+
+    border: int
+    num_state_blocks: int
+
+    def owner(self, index: int) -> int:
+        """The number of the block that block `index`, of a state, stands behind."""
+        num_states = (len(self.chain) - self.border) // self.num_state_blocks
+        return self.border - num_states + (index - self.border) // self.num_state_blocks
+
+    def parent(self, index: int) -> BlockId:
+        if index < self.border or (index - self.border) % self.num_state_blocks:
+            return ChainContent.parent(self, index)
+        return self.chain[self.owner(index)]
+
+    def states(self) -> Iterator[list[BlockId]]:
+        """The blocks of each state."""
+        for start in range(self.border, len(self.chain), self.num_state_blocks):
+            yield self.chain[start : start + self.num_state_blocks]
 
 
 class StoredBlocks:
@@ -376,50 +355,67 @@ class StoredBlocks:
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
         self._disk, self._reads, self._identity, self._remote = disk, reads, identity, remote
         self.block_size, self.num_state_blocks = identity.block_size, identity.num_state_blocks
+        self.state_span, self.has_windows = max(identity.window_blocks, 1), identity.window_blocks > 0
 
-    def with_state(self, content: ChainContent, border: int) -> ChainContent:
-        """The first `border` blocks of a chain, and the blocks of the state behind them."""
+    def with_states(self, content: ChainContent, border: int) -> Restorable:
+        """The first `border` blocks of a chain, and the blocks of the states that a request needs there."""
         chain = content.chain[:border]
-        chain += state_chain(chain[-1], self.num_state_blocks, self.block_size)
+        for block_id in chain[max(0, border - self.state_span) :]:
+            chain += state_chain(block_id, self.num_state_blocks, self.block_size)
         num_tokens = border * self.block_size
         tokens = bytes(content.tokens[: num_tokens * TOKEN_BYTES])
         tokens += NO_TOKENS * (len(chain) * self.block_size - num_tokens)
-        return ChainContent(chain, tokens, content.lineage, content.tenant)
+        return Restorable(chain, tokens, content.lineage, content.tenant, border, self.num_state_blocks)
 
-    def states_before(self, chain: Sequence[BlockId], border: int, most: int) -> list[int]:
-        """Before `border`, the last numbers of blocks behind which a state is stored, latest first."""
-        has_state = (one for one in range(border - 1, 0, -1) if self._has_state(chain[one - 1]))
-        return list(islice(has_state, most))
+    def state_records(self, content: ChainContent, border: int) -> list[BlockRecord]:
+        """The records of the state behind so many blocks of a chain."""
+        tokens, chain = NO_TOKENS * self.block_size, [content.chain[border - 1]]
+        chain += state_chain(chain[0], self.num_state_blocks, self.block_size)
+        return [self._record(one, parent, tokens, content.tenant) for parent, one in pairwise(chain)]
 
-    def _has_state(self, block_id: BlockId) -> bool:
+    def has_state(self, block_id: BlockId) -> bool:
+        """Whether there is a state behind this block, or a part of it."""
         return self._tier(state_chain(block_id, 1, self.block_size)[0]) is not None
 
-    def restorable(self, content: ChainContent, first: int, end: int) -> ChainContent | None:
-        """The longest prefix of a chain that ends in blocks [first, end) and has a state behind it, with that; None if
-        there is none. Of a state that a believed tier has begun to have, it is thought to have all.
+    def is_fork(self, block_id: BlockId) -> bool:
+        """Whether several chains go on behind this block."""
+        arena_block, pool = self._cpu.arena_block_of(block_id), self._cpu.pool
+        behind = set[BlockId | None]() if self._disk is None else set(self._disk.index.links.children(block_id))
+        if arena_block is not None:
+            behind |= {pool.block_id(child) for child in pool.tree.links.children(arena_block)}
+        return len(behind - {state_chain(block_id, 1, self.block_size)[0]}) > 1
+
+    def last_border(self, chain: Sequence[BlockId], border: int) -> int:
+        """The last one up to this, where all states that a request needs are there, or a part of each."""
+        number = border
+        while number > max(0, border - self.state_span):
+            number -= 1
+            if not self.has_state(chain[number]):
+                border = number
+        return border
+
+    def restorable(self, content: ChainContent, first: int, end: int) -> Restorable | None:
+        """The longest prefix of a chain that ends in blocks [first, end), which are stored, and has its states, with
+        these; None if there is none. Of a state that a believed tier has begun to have, it is thought to have all.
         """
-        for border in range(first + len(self.tiers(content.chain, first, end)), first, -1):
-            tier = self._tier(state_chain(content.chain[border - 1], 1, self.block_size)[0])
-            if tier is not None:
-                found = self.with_state(content, border)
-                if self._remote is not None and tier == self._remote.name:
-                    for block_id in found.chain[border:]:
-                        self._remote.learn(block_id)
-                if len(self.tiers(found.chain, first, len(found.chain))) == len(found.chain) - first:
-                    return found
+        while (end := self.last_border(content.chain, end)) > first:
+            found = self.with_states(content, end)
+            for state in found.states() if self._remote is not None else ():
+                if self._tier(state[0]) == self._remote.name:  # type: ignore[union-attr]
+                    for block_id in state:
+                        self._remote.learn(block_id)  # type: ignore[union-attr]
+            if all(self._tier(block_id) is not None for block_id in found.chain[end:]):
+                return found
+            end -= 1
         return None
 
     def record(self, content: ChainContent, index: int) -> BlockRecord:
         """The record of a full block."""
-        return BlockRecord(
-            block_id=content.chain[index],
-            parent_id=content.lineage.parent(content.chain, index),
-            tokens=self._tokens(content, index),
-            fingerprint=self._identity.fingerprint,
-            tenant=label(content.tenant),
-            model=self._identity.model,
-            created_s=self._clock(),
-        )
+        return self._record(content.chain[index], content.parent(index), self._tokens(content, index), content.tenant)
+
+    def _record(self, block_id: BlockId, parent_id: BlockId, tokens: bytes, tenant: str) -> BlockRecord:
+        own = self._identity
+        return BlockRecord(block_id, parent_id, tokens, own.fingerprint, label(tenant), own.model, self._clock())
 
     def _tokens(self, content: ChainContent, index: int) -> bytes:
         block_bytes = self.block_size * TOKEN_BYTES
@@ -452,7 +448,7 @@ class StoredBlocks:
         stored = self._cpu.record(arena_block)
         if (
             stored is not None
-            and stored.parent_id == content.lineage.parent(content.chain, index)
+            and stored.parent_id == content.parent(index)
             and stored.tokens == self._tokens(content, index)
             and stored.fingerprint == self._identity.fingerprint
         ):
@@ -495,3 +491,9 @@ class StoredBlocks:
                 tier.claim(chain, conversation)
                 if index and index < len(chain):
                     tier.link(chain[index], chain[index - 1])
+
+    def claim_states(self, content: Restorable, conversation: Conversation) -> None:
+        """Give the conversation's value to its states, each of which ends a branch; to the last of them last."""
+        for tier in (self._cpu, self._disk):
+            for state in content.states() if tier is not None else ():
+                tier.claim(state, conversation, keeps_pin=True)  # type: ignore[union-attr]

@@ -71,8 +71,8 @@ class TieredConnector:
             if history is not None and (request.conversation is None or history.is_back(request.request_id)):
                 after = found.first_block if found.number < 0 else None
                 history.arrived(request.request_id, time.time(), found.name, len(request.token_ids), after)
-            tiers = store.arrive(tracked(request, found), request.num_hbm_tokens)
-            return Arrival(tiers, found)
+            arrived = tracked(request, found)
+            return Arrival(store.arrive(arrived, request.num_hbm_tokens), found, arrived.num_known)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         with self.parts.lock:
@@ -104,9 +104,8 @@ class TieredConnector:
         with self.parts.lock:
             self.parts.store.extend(request_id, new_ids, new_tokens)
             request, history = self.parts.store.remove(request_id, answer), self.parts.learned.history
-            for num_tokens, row in states:
-                if request is not None and (plan := self.parts.store.save_state(request, num_tokens, row)) is not None:
-                    self.parts.transfer.save_states(plan)
+            if request is not None and states and (plan := self.parts.store.save_states(request, states)) is not None:
+                self.parts.transfer.save_states(plan)
             if request is not None and history is not None:
                 tip = request.chain[-1] if request.chain else None
                 history.left(request_id, time.time(), answer or Answer(0), tip)

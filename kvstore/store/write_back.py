@@ -28,7 +28,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
-from kvstore.store.stored import LOST_BY, Deletions, DiskContents, StoreContext, TierReads
+from kvstore.store.stored import Deletions, DiskContents, StoreContext, TierReads
 from kvstore.tiers.port import ReadDone, WriteDone, WriteJob
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
 
@@ -199,7 +199,7 @@ class DiskSpace:
         gone: what the CPU tier had below it until now. result: of the read that found out.
         """
         lost = self.with_descendants([block_id, *gone])
-        self._stats.losses.note(LOST_BY.get(result, "unreadable"), "disk", *lost, why=result.value)
+        self._stats.losses.note(result.lost_by, "disk", *lost, why=result.value)
         self.delete(lost)
 
     def begin_anew(self) -> None:
@@ -275,7 +275,7 @@ class WriteBack:
                 self.space.delete_tree(block_id, gone, done.result)
             elif not is_lost:
                 why = done.result.value
-                self._stats.losses.note(LOST_BY.get(done.result, "unreadable"), "disk", block_id, why=why)
+                self._stats.losses.note(done.result.lost_by, "disk", block_id, why=why)
         self._cpu.release(done.job.handle)
 
     # -- writes ------------------------------------------------------------------------------------------------------

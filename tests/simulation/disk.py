@@ -16,7 +16,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, ReadResult, TransferPlan, Transferred
+from kvstore.blocks.records import BlockRecord, ReadResult, StatePiece, TransferPlan, Transferred
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import IndexEntry
@@ -26,7 +26,17 @@ from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.tiers.port import Keeps, ReadJob, WriteBatch
 from kvstore.tiers.queues import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
-from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool, state_content
+from tests.simulation.parts import (
+    GARBAGE,
+    START_S,
+    TOKEN_BYTES,
+    Arena,
+    Book,
+    Clock,
+    WatchedPool,
+    state_content,
+    window_part,
+)
 
 NUM_STATE_ROWS = 14
 PAGE_BYTES = 16
@@ -363,20 +373,36 @@ class Transfers:
                 self.failed_blocks.add(load.block_number)
                 content = GARBAGE * (len(content) // TOKEN_BYTES)
             self.pool().contents[load.block_number][:] = content
+            self.pool().windows[load.block_number][:] = GARBAGE * (len(content) // TOKEN_BYTES)
             self.arena.end(load.arena_block, "load")
         for piece in self._plan.states:
             record = self.cpu().record(piece.arena_block)
             assert (
                 record is not None and self.arena.content(piece.arena_block) == self.arena.book.blocks[record.block_id]
             )
-            key, index = struct.unpack("<QQ", self.arena.content(piece.arena_block)[: 2 * TOKEN_BYTES])
-            assert index == piece.index, "a state whose parts are in another order"
-            self.states[piece.row] = 0 if has_failed else key
+            self._take_state(piece, has_failed)
             self.arena.end(piece.arena_block, "load")
         num_bytes = len(self._plan.loads) * self.arena.size
         self._done.append(Transferred(self._plan.ticket, True, not has_failed, num_bytes, self.clock.now_s - began_s))
         num_loads = len(self._plan.loads) + len(self._plan.states)
         self.counts["loads failed" if has_failed else "loads landed"] += num_loads
+
+    def _take_state(self, piece: StatePiece, has_failed: bool) -> None:
+        content = self.arena.content(piece.arena_block)
+        if self.arena.book.has_windows:
+            seen = window_part(content, piece.index)
+            windows = self.pool().windows[piece.row]
+            assert piece.index == 0 or windows.startswith(GARBAGE) or windows == seen, "parts of two blocks"
+            windows[:] = GARBAGE * (len(content) // TOKEN_BYTES) if has_failed else seen
+            return
+        key, index = struct.unpack("<QQ", content[: 2 * TOKEN_BYTES])
+        assert index == piece.index, "a state whose parts are in another order"
+        self.states[piece.row] = 0 if has_failed else key
+
+    def _saved_part(self, piece: StatePiece) -> bytes:
+        if self.arena.book.has_windows:
+            return window_part(self.pool().windows[piece.row], piece.index)
+        return state_content(self.states[piece.row], piece.index, self.arena.size)
 
     def save_layer(self, layer: int, tokens: bytes, _: None) -> None:
         """tokens: KV of the step's tokens, side by side."""
@@ -396,7 +422,7 @@ class Transfers:
     def save_states(self, plan: TransferPlan) -> None:
         """The rows may be written again at once."""
         is_sound = self.weather.quiet or self.rng.random() >= self.faults.failed_saves
-        contents = [state_content(self.states[one.row], one.index, self.arena.size) for one in plan.states]
+        contents = [self._saved_part(one) for one in plan.states]
         for piece in plan.states:
             self.arena.begin(piece.arena_block, "save")
         self.counts["states saved"] += 1

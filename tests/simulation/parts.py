@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 from kvstore.blocks.ids import BlockId, state_chain
 from kvstore.blocks.pool import BlockPool
+from kvstore.blocks.records import SplicedState
 from kvstore.engine.core.request import Request
 from kvstore.memory.tier import CpuTier
 
@@ -120,11 +121,19 @@ def state_content(key: int, index: int, num_bytes: int) -> bytes:
     return struct.pack("<QQ", key, index) * (num_bytes // (2 * TOKEN_BYTES))
 
 
-class Book:
-    """The content of every block that was ever named, and of every request. num_state_blocks: that a state takes."""
+def window_part(content: bytes | bytearray, index: int) -> bytes:
+    """What a part of the KV of layers with a window is stored as, for the tokens of this content; and back."""
+    return bytes(byte ^ (index + 1) for byte in content)
 
-    def __init__(self, block_size: int, num_state_blocks: int = 0) -> None:
+
+class Book:
+    """The content of every block that was ever named, and of every request. num_state_blocks: that a state takes.
+    has_windows: it is the KV of layers with a window.
+    """
+
+    def __init__(self, block_size: int, num_state_blocks: int = 0, has_windows: bool = False) -> None:
         self.block_bytes, self.num_state_blocks = block_size * TOKEN_BYTES, num_state_blocks
+        self.has_windows = has_windows
         self.blocks: dict[BlockId, bytes] = {}
         self.parents: dict[BlockId, BlockId] = {}
         self.num_names: Counter[bytes] = Counter()  # ids of one content: a splice gives it another
@@ -164,13 +173,20 @@ class Book:
         for index in range(first, len(request.chain)):
             content = bytes(keys[index * self.block_bytes : (index + 1) * self.block_bytes])
             self.name(request.chain[index], request.lineage.parent(request.chain, index), content)
-            self._name_state(request.chain[index], key_after(content))
+            self.name_state(request.chain[index], content)
 
-    def _name_state(self, block_id: BlockId, key: int) -> None:
+    def name_state(self, block_id: BlockId, content: bytes) -> None:
+        """Name what may be stored behind this block."""
         parent_id = block_id
         for index, one in enumerate(state_chain(block_id, self.num_state_blocks, self.block_bytes // TOKEN_BYTES)):
-            self.name(one, parent_id, state_content(key, index, self.block_bytes))
+            self.name(one, parent_id, self.state_part(content, index))
             parent_id = one
+
+    def state_part(self, content: bytes, index: int) -> bytes:
+        """A part of the state behind a block with this content."""
+        if self.has_windows:
+            return window_part(content, index)
+        return state_content(key_after(content), index, self.block_bytes)
 
     def close(self, request: Request) -> None:
         self._stories.pop(request.request_id, None)
@@ -217,8 +233,14 @@ class Arena:
             self.check_not_busy(arena_block, "erased")
             self.view(arena_block)[:] = bytes(self.size)
 
-    def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
-        for source, source_offset, arena_block, offset, count in pieces:
+    def splice(self, pieces: Sequence[tuple[int, int, int, int, int]], states: Sequence[SplicedState] = ()) -> None:
+        parts = [
+            (source, run.source_offset, arena_block, run.offset, run.length)
+            for state in states
+            for run in state.runs
+            for source, arena_block in zip(run.sources, state.arena_blocks, strict=True)
+        ]
+        for source, source_offset, arena_block, offset, count in [*pieces, *parts]:
             start, end = source_offset * TOKEN_BYTES, (source_offset + count) * TOKEN_BYTES
             self.view(arena_block)[offset * TOKEN_BYTES : (offset + count) * TOKEN_BYTES] = self.view(source)[start:end]
             self.movers[arena_block] = "splice"
@@ -266,6 +288,7 @@ class WatchedPool(BlockPool):
 
     def watch(self, book: Book) -> WatchedPool:
         self.book, self.contents = book, [bytearray() for _ in range(self.num_blocks)]
+        self.windows = [bytearray() for _ in range(self.num_blocks)]  # the same, as far as layers with a window have it
         self.fresh: set[int] = set()
         return self
 
@@ -277,7 +300,8 @@ class WatchedPool(BlockPool):
     def spoil(self) -> None:
         """What was handed out holds nothing; not before the copies of the step have been read."""
         for block in self.fresh:
-            self.contents[block] = bytearray(GARBAGE * (self.book.block_bytes // TOKEN_BYTES))
+            garbage = GARBAGE * (self.book.block_bytes // TOKEN_BYTES)
+            self.contents[block], self.windows[block] = bytearray(garbage), bytearray(garbage)
         self.fresh.clear()
 
     def check_content(self, failed: set[int]) -> None:

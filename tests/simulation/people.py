@@ -133,6 +133,7 @@ class People:
             for index, block_id in enumerate(chain):
                 content = keys[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES]
                 sim.book.name(block_id, lineage.parent(chain, index), content)
+                sim.book.name_state(block_id, content)
             talk.chain, talk.lineage = list(chain), lineage
         talk.tokens, talk.before_turn = kept, 0
 

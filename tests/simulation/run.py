@@ -56,7 +56,7 @@ class Simulation:
     def __init__(self, config: Config, seed: int) -> None:
         self.config, self.seed = config, seed
         self.rng = random.Random(f"{config.name} {seed}")
-        self.clock, self.book = Clock(), Book(config.block_size, config.state_blocks)
+        self.clock, self.book = Clock(), Book(config.block_size, config.state_blocks, config.window_blocks > 0)
         self.weather = Weather(self.clock, f"{config.name} {seed}")
         self.platter = Platter()
         self.counts: Counter[str] = Counter()  # of the whole run
@@ -133,7 +133,7 @@ class Simulation:
         dtype = SimpleNamespace(itemsize=2)
         layout = SimpleNamespace(
             block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype,
-            num_state_blocks=config.state_blocks,
+            num_state_blocks=config.state_blocks, window_blocks=config.window_blocks,
         )  # fmt: skip
         least_arena_blocks = 2 * config.seqs + -(-config.window // config.block_size)
         self.connector = assembly.open_tiered(
@@ -143,8 +143,9 @@ class Simulation:
         self.store = self.connector.parts.store
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
         limits = SchedulerConfig(config.window, config.block_size, config.seqs, config.budget, config.policy)
-        states = StateSlots(NUM_STATE_ROWS) if config.state_blocks else None
-        self.scheduler = Scheduler(limits, KVCacheManager(self.pool, config.block_size, None, states), self.connector)
+        states = StateSlots(NUM_STATE_ROWS) if config.state_blocks and not config.window_blocks else None
+        manager = KVCacheManager(self.pool, config.block_size, config.window_blocks, states=states)
+        self.scheduler = Scheduler(limits, manager, self.connector)
         self.runner = Runner(self)
         self.steps = Steps(self.scheduler, self.runner, config.runs_ahead)
         self._watch_plan()
@@ -189,7 +190,8 @@ class Simulation:
 
     def _taken(self, num_tokens: int, row: int | None) -> None:
         self.counts_of_store["loads taken"] += num_tokens // self.config.block_size
-        self.counts_of_store["states taken"] += 0 if row is None else self.config.state_blocks
+        num_states = self.config.window_blocks if row is None else 1  # at most
+        self.counts_of_store["states taken"] += num_states * self.config.state_blocks
 
     def _watch_orders(self) -> None:
         checks.watch_order(self, self.pool.tree, self.pool.block_id)

@@ -12,7 +12,7 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.store.seam import Prefilled
-from tests.simulation.parts import GARBAGE, TOKEN_BYTES, key_after, next_key, next_token, state_content
+from tests.simulation.parts import GARBAGE, TOKEN_BYTES, key_after, next_key, next_token
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -124,6 +124,15 @@ class Runner:
         """What the state has seen last before this token; None: there is no state."""
         return key_after(self.sim.book.story(request)[: first * TOKEN_BYTES]) if first else None
 
+    def _check_windows(self, request: Request, first: int, story: bytes) -> None:
+        """Layers with a window see these of the tokens before the first one."""
+        size, table = self.sim.config.block_size, self.rows[request.request_id]
+        for position in range(max(0, first - self.sim.config.window_blocks * size + 3), first):
+            block, offset = table[position // size], position % size * TOKEN_BYTES
+            seen = self.sim.pool.windows[block][offset : offset + TOKEN_BYTES]
+            expected = story[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES]
+            assert seen == expected, f"{request.request_id} sees another window at {position}"
+
     def _apply_allocations(self, output: SchedulerOutput) -> None:
         copies = []
         for step in output.scheduled:
@@ -135,11 +144,12 @@ class Runner:
             request = self.sim.scheduler.roster.requests[step.request_id]
             assert table == request.block_numbers, "rows and requests disagree"
         contents = self.sim.pool.contents
-        read = [bytes(contents[source]) for source, _ in copies]
+        windows = self.sim.pool.windows
+        read = [(bytes(contents[source]), bytes(windows[source])) for source, _ in copies]
         self.sim.pool.spoil()
-        for (_, destination), content in zip(copies, read, strict=True):
+        for (_, destination), (content, window) in zip(copies, read, strict=True):
             assert self.sim.pool.ref_count(destination) == 1, "a copy into a shared block"
-            contents[destination][:] = content
+            contents[destination][:], windows[destination][:] = content, window
 
     def _compute(self, request: Request, first: int, num_tokens: int, size: int) -> bytes:
         """KV of the tokens, written to HBM. Garbage, where what it is computed from has not come."""
@@ -157,17 +167,19 @@ class Runner:
                 assert contents[table[index]][: len(expected)] == expected, (
                     f"{request.request_id} reads another history at block {index}"
                 )
+            self._check_windows(request, first, story)
             part = bytes(story[first * TOKEN_BYTES : (first + num_tokens) * TOKEN_BYTES])
         for position in range(first, first + num_tokens):
             block, offset = table[position // size], position % size
             if offset == 0 or position == first:
                 assert sim.pool.ref_count(block) == 1, "a shared block is written"
             start = (position - first) * TOKEN_BYTES
-            contents[block][offset * TOKEN_BYTES : (offset + 1) * TOKEN_BYTES] = part[start : start + TOKEN_BYTES]
+            for held in (contents, sim.pool.windows):
+                held[block][offset * TOKEN_BYTES : (offset + 1) * TOKEN_BYTES] = part[start : start + TOKEN_BYTES]
         if sim.forgotten:  # the last block may have no id yet
             touched = range(first // size, (first + num_tokens - 1) // size + 1)
             anew = {bytes(story[index * width : (index + 1) * width]) for index in touched}
             states = range(sim.book.num_state_blocks)
-            anew |= {state_content(key_after(one), index, width) for one in anew for index in states}
+            anew |= {sim.book.state_part(one, index) for one in anew for index in states if len(one) == width}
             sim.forgotten -= {one for one in sim.forgotten if sim.book.blocks[one] in anew}
         return part

@@ -245,7 +245,11 @@ def state_that_is_saved_from_another_row():
 
 
 def state_that_is_loaded_in_part():
-    return {(Requests, "hand_out_state"): lambda hand_out: lambda self, *given: hand_out(self, *given)[1:]}
+    return {(Requests, "hand_out_states"): lambda hand_out: lambda self, *given: hand_out(self, *given)[1:]}
+
+
+def window_that_is_saved_where_it_was_not_loaded():
+    return {(KVCacheManager, "note_loaded"): lambda _: lambda self, *given: None}
 
 
 # The bug, the configuration that is to find it, and what is to be said of it.
@@ -272,10 +276,13 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (hit_behind_which_there_is_no_state, "states", "goes on from another state|KeyError"),
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
+    (hit_behind_which_there_is_no_state, "windows", "sees another window"),
+    (window_that_is_saved_where_it_was_not_loaded, "windows", "does not hold what its record says|another window"),
+    (state_that_is_loaded_in_part, "windows", "sees another window|held while nothing runs|states|its record says"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "name", "words"), PLANTS, ids=[row[0].__name__ for row in PLANTS])
+@pytest.mark.parametrize(("plant", "name", "words"), PLANTS, ids=[f"{row[0].__name__}-{row[1]}" for row in PLANTS])
 def test_a_planted_bug_is_found(plant, name, words, monkeypatch):
     for (owner, method), bug in plant().items():
         monkeypatch.setattr(owner, method, bug(getattr(owner, method)))

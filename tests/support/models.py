@@ -72,6 +72,12 @@ ARCHITECTURES: dict[str, dict] = {
     },
 }
 
+# Some layers of these have a window, the others see the whole context.
+ARCHITECTURES_WITH_WINDOWS = (
+    "Gemma2", "Gemma3", "Cohere2", "GptOss", "Exaone4", "Gemma4Text", "Gemma4Text small", "Gemma4Text MoE",
+    "MiMoV2Flash",
+)  # fmt: skip
+
 _LINEAR = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 16,
@@ -133,6 +139,12 @@ def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.fl
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     return _with_random_weights(model)
+
+
+def network_of(path: str):
+    """What transformers makes of a saved model, in float32. `make_model` may make other weights a second time."""
+    network = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return network.eval().requires_grad_(False)
 
 
 def make_seeing_model(name: str):

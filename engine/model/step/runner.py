@@ -29,10 +29,12 @@ from kvstore.engine.model.states import Chunk, StatePool, StepStates
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
 from kvstore.engine.model.step.sampler import Drawn, SampledTokens, Sampler
 from kvstore.engine.model.step.tensors import fill_in, step_tensors
+from kvstore.engine.model.windows import WindowStates
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.errors import EngineDiedError
 from kvstore.kernels.cpu.threads import Team
 from kvstore.kernels.paged_batch import start_to_host, to_device
+from kvstore.memory.layout import States
 from kvstore.store.seam import Prefilled
 
 
@@ -211,10 +213,17 @@ class ModelRunner:
         self.clock = StepClock(model.device)
         self._unread: Launched | None = None  # the last step, until its tokens are read or the next step has taken them
         self._team = Team(model.is_native) if model.device.type == "cpu" else None
-        connector.register_kv_caches(self.caches, self.states)
+        connector.register_kv_caches(*self._stored())
         self._config, self._capturer = config, capturer
         self._flight = Flight(lambda num_samples: self.model.end(num_samples), others or NoOthers())
         self.graphs: StepGraphs | None = None
+
+    def _stored(self) -> tuple[KVCaches, States | None]:
+        """The caches whose KV is stored for all tokens; and states, or the other caches as such."""
+        numbers = self.model.spec.numbers
+        full = [cache for number, cache in zip(numbers, self.caches, strict=True) if number is not None]
+        others = [cache for number, cache in zip(numbers, self.caches, strict=True) if number is None]
+        return full, WindowStates(others) if others else self.states
 
     def prepare(self) -> None:
         """Called once, in the thread that is going to step: CUDA keeps a device and handles for each thread."""

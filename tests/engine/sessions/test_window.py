@@ -241,10 +241,10 @@ def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
     copying, go_on = threading.Event(), threading.Event()
     copy = engine.connector.parts.store.splicer._copy
 
-    def slow(pieces):
+    def slow(*copied):
         copying.set()
         assert go_on.wait(TIMEOUT_S)
-        copy(pieces)
+        copy(*copied)
 
     engine.connector.parts.store.splicer._copy = slow
     stream = chat.stream(LONG, PARAMS)

@@ -71,7 +71,7 @@ def test_layers_lie_one_after_the_other_and_tokens_are_copied_in_all_of_them():
         part[1] = number
     widths = (16, 16, 16, 4, 16, 16)
     assert arena.tensor[1].tolist() == [n for n, width in enumerate(widths, start=1) for _ in range(4 * width)]
-    arena.copy_tokens([(1, 1, 0, 3, 1)])
+    arena.splice([(1, 1, 0, 3, 1)])
     assert all(torch.equal(part[0, 3], part[1, 1]) for part in parts)
     assert arena.tensor[0].count_nonzero() == sum(widths)
 

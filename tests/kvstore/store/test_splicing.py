@@ -33,7 +33,7 @@ class SpliceBench(Bench):
         self.tasks = TaskIo()
         self.splicer = Splicer(self.cpu, self.tasks, self.stored, self.reads, self.copy, self.stats)
 
-    def copy(self, pieces) -> None:
+    def copy(self, pieces, states) -> None:
         for source, source_offset, arena_block, offset, length in pieces:
             run = self.arena[source][source_offset : source_offset + length]
             self.arena[arena_block][offset : offset + length] = run
