@@ -14,29 +14,47 @@ from tests.support.redis_server import free_port
 from tests.support.service.server_process import launched, run_command
 from tests.support.service.serving import KEY
 
+HYBRID = {"name": "Qwen3_5Text", "tokenizer": True, "max_position_embeddings": 4096}
 
-def test_our_own_server_is_killed_and_the_conversation_comes_back_from_its_disk(tmp_path):
-    port, again = free_port(), tmp_path / "pid"
-    with launched(tmp_path / "store", "--port", str(port)) as server:
-        command = shlex.join(server.process.args)
-        script = f"kill -9 {server.process.pid}; {command} >{tmp_path}/log 2>&1 & echo $! >{again}"
-        try:
-            done = run_command(
-                "doctor", "--url", f"http://127.0.0.1:{port}", "--restart-command", script, "--json",
-                KVSTORE_API_KEY=KEY,
-            )  # fmt: skip
-            assert done.returncode == 0, done
-            with_other = run_command(
-                "doctor", "--url", f"http://127.0.0.1:{port}", "--wait", "1s", "--restart-command", "true",
-                KVSTORE_API_KEY=KEY,
-            )  # fmt: skip
-        finally:
-            with suppress(FileNotFoundError, ProcessLookupError):
-                os.kill(int(again.read_text()), signal.SIGKILL)
+
+@pytest.fixture
+def doctor(tmp_path):
+    """Asks the doctor of a server that is killed, and started again after a command."""
+    pid = tmp_path / "pid"
+
+    def asked(server, between="true"):
+        killed = f"kill -9 {server.process.pid}; {between}"
+        script = f"{killed}; {shlex.join(server.process.args)} >{tmp_path}/log 2>&1 & echo $! >{pid}"
+        return run_command(*flags(server), "--restart-command", script, "--json", KVSTORE_API_KEY=KEY)
+
+    yield asked
+    with suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def flags(server):
+    return "doctor", "--url", f"http://127.0.0.1:{server.hosts[1]}"
+
+
+@pytest.mark.parametrize("changes", [None, HYBRID], ids=["built-in", "with states"])
+def test_our_own_server_is_killed_and_the_conversation_comes_back_from_its_disk(saved_model, tmp_path, doctor, changes):
+    model = () if changes is None else (saved_model(**changes),)
+    with launched(tmp_path / "store", *model, "--port", str(free_port())) as server:
+        done = doctor(server)
+        assert done.returncode == 0, done
+        with_other = run_command(*flags(server), "--wait", "1s", "--restart-command", "true", KVSTORE_API_KEY=KEY)
     found = json.loads(done.stdout)
     assert found["host"] == "kvstore" and found["by_tier"] == {"disk": found["cached_tokens"]} and found["share"] > 0.9
     assert "restarting" in done.stderr and found["cause"] is None
     assert with_other.returncode == 1 and "has not gone away within 1 s" in with_other.stderr
+
+
+def test_a_conversation_with_a_model_that_keeps_states_is_lost_with_its_store(saved_model, tmp_path, doctor):
+    store = tmp_path / "store"
+    with launched(store, saved_model(**HYBRID), "--port", str(free_port())) as server:
+        done = doctor(server, f"rm -r {store}")
+    assert done.returncode == 1 and json.loads(done.stdout)["cached_tokens"] == 0, done
+    assert "prompt tokens came back: the server's store does not know the conversation" in done.stderr, done
 
 
 class Host(ThreadingHTTPServer):
