@@ -3,6 +3,7 @@
 import torch
 import transformers
 
+CLOSE = 0.01  # of two logits, in standard deviations: a module may compute a step otherwise than a prompt
 BASE = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -61,6 +62,26 @@ ARCHITECTURES: dict[str, dict] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+    "Gemma3nText": {
+        "head_dim": 16,
+        "sliding_window": 24,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "intermediate_size": [96] * 5,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 160,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 3,
+        "pad_token_id": 0,
+    },
     "MiMoV2Flash": {
         "head_dim": 32,
         "v_head_dim": 16,
@@ -74,8 +95,8 @@ ARCHITECTURES: dict[str, dict] = {
 
 # Some layers of these have a window, the others see the whole context.
 ARCHITECTURES_WITH_WINDOWS = (
-    "Gemma2", "Gemma3", "Cohere2", "GptOss", "Exaone4", "Gemma4Text", "Gemma4Text small", "Gemma4Text MoE",
-    "MiMoV2Flash",
+    "Gemma2", "Gemma3", "Gemma3nText", "Cohere2", "GptOss", "Exaone4", "Gemma4Text", "Gemma4Text small",
+    "Gemma4Text MoE", "MiMoV2Flash",
 )  # fmt: skip
 
 _LINEAR = {
@@ -155,6 +176,20 @@ def make_seeing_model(name: str):
     config = getattr(transformers, name + "Config")(**parts)
     torch.manual_seed(0)
     return _with_random_weights(transformers.AutoModelForImageTextToText.from_config(config).eval())
+
+
+@torch.inference_mode()
+def check_answer(network, token_ids: list[int], answer: list[int]) -> None:
+    """The network alone answers the same, or two tokens were as good."""
+    cache, given = transformers.DynamicCache(config=network.config), token_ids
+    for at, token in enumerate(answer):
+        places = torch.arange(len(given))[None] + (len(token_ids) + at - len(given))
+        ids = torch.tensor([given])
+        logits = network(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits[0, -1]
+        if int(logits.argmax()) != token:
+            assert logits.max() - logits[token] < CLOSE * logits.std(), f"token {at}"
+            return
+        given = [token]
 
 
 def _with_random_weights(model):

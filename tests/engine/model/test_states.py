@@ -1,40 +1,23 @@
-"""Models whose layers keep states: answers in batches, in pieces, after other turns and preemptions, and of choices."""
+"""Models whose layers keep states: their checkpoints in every tier, lost and refused. What else befalls a request:
+test_families.py.
+"""
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore import CacheTiers, Engine
 from kvstore.engine.model.states import StatePool
+from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError
-from tests.support.engines import greedy, open_engine
+from tests.support.engines import greedy, open_engine, tokens
 from tests.support.faults import reads_that
-from tests.support.models import ARCHITECTURES_WITH_STATES, ARCHITECTURES_WITH_WINDOWS, network_of
+from tests.support.models import ARCHITECTURES_WITH_STATES, ARCHITECTURES_WITH_WINDOWS, check_answer, network_of
 from tests.support.redis_server import wait_for_answers
 
 BLOCK = 16
-CLOSE = 0.01  # of two logits, in standard deviations: a module may compute a step otherwise than a prompt
 
 
-def prompt(seed: int, num_tokens: int) -> list[int]:
-    return torch.randint(160, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-PROMPTS = [prompt(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
-
-
-@torch.inference_mode()
-def check_answer(network, token_ids: list[int], answer: list[int]) -> None:
-    """The network alone answers the same, or two tokens were as good."""
-    cache, given = DynamicCache(config=network.config), token_ids
-    for at, token in enumerate(answer):
-        places = torch.arange(len(given))[None] + (len(token_ids) + at - len(given))
-        ids = torch.tensor([given])
-        logits = network(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits[0, -1]
-        if int(logits.argmax()) != token:
-            assert logits.max() - logits[token] < CLOSE * logits.std(), f"token {at}"
-            return
-        given = [token]
+PROMPTS = [tokens(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
 
 
 @pytest.fixture(params=ARCHITECTURES_WITH_STATES)
@@ -52,29 +35,15 @@ def opened(folder, hbm: str = "4MiB", **options: object) -> Engine:
     return open_engine(folder, hbm=hbm, dtype="float32", max_num_batched_tokens=48, **options)
 
 
-def test_answers_of_two_turns_are_the_networks_own(any_name, saved_model):
+def test_a_next_turn_begins_with_the_state_that_is_on_disk_without_a_cpu_tier(any_name, saved_model, tmp_path):
     network = network_of(saved_model(any_name))
-    with opened(saved_model(any_name)) as engine:
+    with opened(saved_model(any_name), path=tmp_path, cpu=0, disk="64MiB") as engine:
         first = engine.generate(PROMPTS, greedy(40))
-        histories = [one + made.token_ids + prompt(9, 4) for one, made in zip(PROMPTS, first, strict=True)]
-        second = engine.generate(histories, greedy(20))
-        engine.check_integrity()
-    for asked, made in zip([*PROMPTS, *histories], [*first, *second], strict=True):
-        check_answer(network, asked, made.token_ids)
-    for history, made in zip(histories, second, strict=True):  # the last token of an answer was never computed
-        assert made.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
-
-
-@pytest.mark.parametrize("cpu", ["8MiB", 0], ids=["a-cpu-tier", "staging"])
-def test_a_next_turn_begins_with_the_state_that_is_on_disk(any_name, cpu, saved_model, tmp_path):
-    network = network_of(saved_model(any_name))
-    with opened(saved_model(any_name), path=tmp_path, cpu=cpu, disk="64MiB") as engine:
-        first = engine.generate(PROMPTS, greedy(40))
-        histories = [one + made.token_ids + prompt(9, 4) for one, made in zip(PROMPTS, first, strict=True)]
+        histories = [one + made.token_ids + tokens(9, 4) for one, made in zip(PROMPTS, first, strict=True)]
         warm = engine.generate(histories, greedy(20))
         engine.connector.upkeep.flush()
         engine.check_integrity()
-    with opened(saved_model(any_name), path=tmp_path, cpu=cpu, disk="64MiB") as engine:
+    with opened(saved_model(any_name), path=tmp_path, cpu=0, disk="64MiB") as engine:
         cold = engine.generate(histories, greedy(20))
         engine.check_integrity()
         details = [made.usage.cached_tokens_details for made in cold]
@@ -86,21 +55,10 @@ def test_a_next_turn_begins_with_the_state_that_is_on_disk(any_name, cpu, saved_
     assert sum(one.disk for one in details) > 0 and not any(one.hbm for one in details)
 
 
-def test_a_state_comes_from_the_cpu_tier_once_hbm_has_lost_it(name, saved_model, tmp_path):
-    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk=0) as engine:
-        (made,) = engine.generate([PROMPTS[0]], greedy(40))
-        history = PROMPTS[0] + made.token_ids + prompt(9, 4)
-        engine.loop.call(engine.loop.scheduler.manager.states.reset)
-        (again,) = engine.generate([history], greedy(20))
-        engine.check_integrity()
-    check_answer(network_of(saved_model(name)), history, again.token_ids)
-    assert again.usage.cached_tokens_details.cpu == again.usage.cached_tokens == (len(history) - 5) // BLOCK * BLOCK
-
-
 def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
     with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB", state_dtype="bfloat16") as engine:
         (made,) = engine.generate([PROMPTS[0]], greedy(40))
-        history = PROMPTS[0] + made.token_ids + prompt(9, 4)
+        history = PROMPTS[0] + made.token_ids + tokens(9, 4)
         spec = engine.loop.runner.model.spec.state
         pool: StatePool = engine.loop.runner.states
         used = int(pool.rows.any(dim=1).nonzero()[0])
@@ -126,7 +84,7 @@ def test_a_state_that_cannot_be_read_is_tried_once(saved_model, tmp_path):
     with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
         for _ in range(3):
             (made,) = engine.generate([history], greedy(40))
-            history = history + made.token_ids + prompt(9, 4)
+            history = history + made.token_ids + tokens(9, 4)
         engine.flush()
 
     def fail() -> None:
@@ -150,7 +108,7 @@ def test_another_replica_goes_on_with_the_state_that_is_shared(path, saved_model
 
     with replica(1) as engine:
         (made,) = engine.generate([PROMPTS[0]], greedy(40))
-        history = PROMPTS[0] + made.token_ids + prompt(9, 4)
+        history = PROMPTS[0] + made.token_ids + tokens(9, 4)
         (warm,) = engine.generate([history], greedy(20))
         engine.flush()
         engine.check_integrity()
@@ -202,17 +160,6 @@ def test_preempted_requests_go_on(saved_model):
         check_answer(network, asked, answer.token_ids)
 
 
-def test_choices_go_on_from_the_state_of_their_prompt(name, saved_model):
-    params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
-    with opened(saved_model(name)) as engine:
-        (together,) = engine.generate([PROMPTS[0]], params)
-        engine.check_integrity()
-    lone = [SamplingParams(temperature=0.7, seed=5 + i, max_tokens=24, ignore_eos=True) for i in range(3)]
-    with opened(saved_model(name)) as engine:
-        alone = [engine.generate([PROMPTS[0]], one)[0] for one in lone]
-    assert [choice.token_ids for choice in together.choices] == [one.token_ids for one in alone]
-
-
 def test_what_two_conversations_begin_with_is_computed_once(saved_model):
     """Their system prompt ends where the first turn begins; a checkpoint stands at the border before."""
     with opened(saved_model("Qwen3_5Text", tokenizer=True)) as engine:
@@ -222,6 +169,26 @@ def test_what_two_conversations_begin_with_is_computed_once(saved_model):
         usages = [chat.send(text, greedy(4)).usage for chat, text in zip(chats, asked, strict=True)]
     assert usages[0].cached_tokens == 0
     assert usages[1].cached_tokens >= BLOCK
+
+
+def num_computed(turn: RequestOutput) -> int:
+    """All of a conversation but the last token of its answer."""
+    return turn.usage.prompt_tokens + turn.usage.completion_tokens - 1
+
+
+def test_a_fork_goes_on_from_the_state_of_its_last_turn_in_hbm_and_from_disk(saved_model, tmp_path):
+    model = saved_model("Qwen3_5Text", tokenizer=True, max_position_embeddings=1024)
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        chat = engine.chat("red")
+        ends = [num_computed(chat.send(text, greedy(20))) for text in ("Who is there?", "And why?", "And when?")]
+        first = chat.fork("blue", 2).send("And where?", greedy(20))
+        assert first.usage.cached_tokens_details.hbm == ends[1] // BLOCK * BLOCK
+        engine.flush()
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        for name, end in (("red", ends[2]), ("blue", num_computed(first))):
+            details = engine.chat(name).send("Go on.", greedy(4)).usage.cached_tokens_details
+            assert details.disk + details.cpu == end // BLOCK * BLOCK
+        engine.check_integrity()
 
 
 def test_states_of_deleted_conversations_are_overwritten(saved_model):
@@ -253,8 +220,8 @@ def test_a_pool_without_room_for_states_is_refused(saved_model):
 @pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
 def test_where_two_prompts_part_there_is_a_checkpoint_from_then_on(family, saved_model, tmp_path):
     """Nobody says where turns begin. The second prompt finds where they part, the third one begins there."""
-    model, common = saved_model(family), prompt(7, 100)
-    prompts = [common + prompt(seed, 20) for seed in (1, 2, 3)]
+    model, common = saved_model(family), tokens(7, 100)
+    prompts = [common + tokens(seed, 20) for seed in (1, 2, 3)]
     with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
         for asked in prompts[:2]:
             (made,) = engine.generate([asked], greedy(4))

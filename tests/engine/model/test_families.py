@@ -1,0 +1,92 @@
+"""Families whose layers keep states, or have windows or shapes of their own, in every situation of a request."""
+
+import os
+import signal
+
+import pytest
+
+from kvstore import CacheTiers, Engine, SamplingParams
+from tests.support.by_hand import by_hand
+from tests.support.engines import evict_hbm, greedy, open_engine, settle, tokens
+from tests.support.models import ARCHITECTURES_WITH_STATES, ARCHITECTURES_WITH_WINDOWS, check_answer, network_of
+from tests.support.waiting import wait_until
+
+BLOCK = 16
+PROMPTS = [tokens(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
+CHUNKS = 48  # of the longer prompts, and beside others' tokens
+
+
+@pytest.fixture(params=[*ARCHITECTURES_WITH_STATES, *ARCHITECTURES_WITH_WINDOWS])
+def name(request) -> str:
+    return request.param
+
+
+def next_turn(asked: list[int], answer: list[int]) -> list[int]:
+    return asked + answer + tokens(9, 4)
+
+
+def num_known(history: list[int]) -> int:
+    """Of a next turn: the last token of the answer before was never computed."""
+    return (len(history) - 5) // BLOCK * BLOCK
+
+
+def check_answers(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
+    network = network_of(model)
+    for token_ids, answer in zip(asked, answers, strict=True):
+        check_answer(network, token_ids, answer)
+
+
+def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk_after_a_kill(name, saved_model, tmp_path):
+    tiers = CacheTiers("4MiB", "8MiB", "64MiB", tmp_path / "store")
+    options = {"load": "always", "dtype": "float32", "max_num_batched_tokens": CHUNKS, "process": "own"}
+    with Engine(saved_model(name), tiers, device="cpu", **options) as engine:
+        answers = [made.token_ids for made in engine.generate(PROMPTS, greedy(24))]
+        histories = [next_turn(*turn) for turn in zip(PROMPTS, answers, strict=True)]
+        warm = engine.generate(histories, greedy(8))
+        forked(engine)
+        engine.flush()
+        killed = engine.core.pid
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: engine.core.pid not in (killed, None) and engine.core.state == "running", "it runs again")
+        cold = engine.generate(histories, greedy(8))
+    for history, before, after in zip(histories, warm, cold, strict=True):
+        assert after.token_ids == before.token_ids
+        assert before.usage.cached_tokens_details.hbm == before.usage.cached_tokens == num_known(history)
+        details = after.usage.cached_tokens_details
+        assert details.disk == after.usage.cached_tokens >= num_known(history)
+    check_answers(saved_model(name), [*PROMPTS, *histories], [*answers, *(made.token_ids for made in cold)])
+
+
+def forked(engine: Engine) -> None:
+    """Three answers to one prompt are those of three requests that know nothing of each other."""
+    params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=12, ignore_eos=True)
+    (together,) = engine.generate([PROMPTS[0]], params, cache_salt="together")
+    lone = [SamplingParams(temperature=0.7, seed=5 + i, max_tokens=12, ignore_eos=True) for i in range(3)]
+    alone = [engine.generate([PROMPTS[0]], one, cache_salt=f"{i}")[0].token_ids for i, one in enumerate(lone)]
+    assert [choice.token_ids for choice in together.choices] == alone
+
+
+def test_preempted_for_another_tenant_and_then_from_the_cpu_tier(name, saved_model, tmp_path):
+    engine = open_engine(
+        saved_model(name), tmp_path / "store", "4MiB", "8MiB", 0, dtype="float32", max_num_batched_tokens=CHUNKS,
+        max_num_seqs=2,
+    )  # fmt: skip
+    with by_hand(engine):
+        handles = [engine.submit(asked, greedy(24)) for asked in PROMPTS[:2]]
+        for _ in range(15):
+            engine.step()
+        handles.append(engine.submit(PROMPTS[3], greedy(2), tenant="another"))
+        while engine.has_work:
+            engine.step()
+        assert engine.loop.scheduler.roster.num_preemptions > 0
+        answers = [handle.output.token_ids for handle in handles]
+        history = next_turn(PROMPTS[1], answers[1])  # of the one that was preempted
+        if (states := engine.loop.scheduler.manager.states) is None:
+            evict_hbm(engine)
+        else:  # the KV alone is of no use
+            settle(engine)
+            states.reset()
+        (again,) = engine.generate([history], greedy(8))
+        engine.check_integrity()
+    assert again.usage.cached_tokens_details.cpu == again.usage.cached_tokens == num_known(history)
+    check_answers(saved_model(name), [*PROMPTS[:2], PROMPTS[3], history], [*answers, again.token_ids])
