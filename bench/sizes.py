@@ -1,14 +1,23 @@
-"""How many bytes a conversation takes in a store, by the sizes that five models publish; `bench.tiers --part bytes`."""
+"""How many bytes a conversation takes in a store, by the sizes that five models publish; `bench.tiers --part bytes`.
 
-from dataclasses import dataclass
+With --part states: what it changes in the next tokens when a state takes half its bytes.
+"""
 
-from bench.common import Report
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.common import LlamaShape, Report, random_qwen_hybrid
 
 NUMBER_BYTES = 2  # bfloat16
 BLOCK = 16  # tokens
 LENGTHS = (8192, 32768, 131072)  # tokens
 STATES = 3  # of a conversation: behind its system prompt, and of two turns
 SYSTEM, TURN = 200, 400  # tokens of a system prompt, and of a turn
+BEFORE, AFTER, NUM_TEXTS = 512, 128, 4  # tokens on both sides of a checkpoint, and how many of these
+LOGITS_STD = 3.0  # about as those of trained models; random ones say nearly the same of every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +73,76 @@ def bench_bytes(report: Report) -> None:
                 measure=f"{name}, {num_tokens // 1024}K", kv_kib_a_token=(kept.full + kept.windowed) / 1024,
                 state_mb=kept.state_bytes / 1e6, all_kv_mb=whole / 1e6, stored_mb=stored / 1e6, share=stored / whole,
             )  # fmt: skip
+
+
+# -- states in half the bytes ----------------------------------------------------------------------------------------
+@torch.inference_mode()
+def bench_states(report: Report, widths: tuple[int, ...]) -> None:
+    """Random models of Qwen 3.5's proportions go on from a checkpoint in float32, and from the same in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    for width in widths:
+        heads = width // 128
+        shape = LlamaShape(width, 8, heads, max(heads // 4, 1), width * 7 // 2, vocab_size=16384)
+        with random_qwen_hybrid(shape, "float32") as (folder, _):
+            network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for memory in ("as it is made", "10 to 10,000 tokens"):
+            if memory != "as it is made":
+                for name, decay in network.named_parameters():
+                    if name.endswith("A_log"):  # beside a step of about one
+                        decay.copy_(-torch.logspace(1, 4, len(decay)).log())
+            coarse = deepcopy(network).bfloat16()
+            apart = [_apart(network, coarse, seed) for seed in range(NUM_TEXTS)]
+            divergence, is_same, of_all, is_same_in_all = (torch.stack(one) for one in zip(*apart, strict=True))
+            report.add(
+                measure=f"hidden size {width}, memory {memory}",
+                kl_first=float(divergence[:, 0].mean()),
+                kl_16=float(divergence[:, :16].mean()),
+                kl=float(divergence.mean()),
+                kl_most=float(divergence.max()),
+                same_top=float(is_same.float().mean()),
+                all_bf16_kl=float(of_all.mean()),
+                all_bf16_same_top=float(is_same_in_all.float().mean()),
+                tokens=is_same.numel(),
+            )
+
+
+def _apart(network: Any, coarse: Any, seed: int) -> tuple[torch.Tensor, ...]:
+    """Of each token after the checkpoint: how far the distributions of the next one diverge, and whether their top is
+    the same, [AFTER]; then both for `coarse`, which computes everything in bfloat16, as a measure of these.
+    """
+    from transformers import DynamicCache
+
+    draw = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(network.config.vocab_size, (1, BEFORE + AFTER), generator=draw)
+    exact = DynamicCache(config=network.config)
+    network(input_ids=token_ids[:, :BEFORE], past_key_values=exact, logits_to_keep=1)
+    rounded = _rounded(network, deepcopy(exact), token_ids[0, :16])
+    expected, found = (
+        network(input_ids=token_ids[:, BEFORE:], past_key_values=one).logits[0] for one in (exact, rounded)
+    )
+    sharp, measured = LOGITS_STD / expected.std(), list[torch.Tensor]()
+    for other in (found, coarse(input_ids=token_ids, logits_to_keep=AFTER).logits[0].float()):
+        own, others = (sharp * expected).log_softmax(-1), (sharp * other).log_softmax(-1)
+        measured += (own.exp() * (own - others)).sum(-1), own.argmax(-1) == others.argmax(-1)
+    return tuple(measured)
+
+
+def _rounded(network: Any, cache: Any, token_ids: torch.Tensor) -> Any:
+    """The cache with its states as the store gives them back with --state-dtype bfloat16."""
+    from kvstore.engine.model.states import StatePool, observe_states
+
+    observed = observe_states(network, token_ids, torch.arange(len(token_ids)))
+    assert observed is not None
+    pool = StatePool(replace(observed[0], stored_dtype=torch.bfloat16), 1, token_ids.device)
+    held = [
+        (getattr(cache.layers[layer], part.kind)[part.index], tensor)
+        for layer, pairs in pool.tensors.items()
+        for part, tensor in pairs
+    ]
+    for state, tensor in held:
+        tensor.copy_(state)
+    pool.unpack(0, pool.packed(0))
+    for state, tensor in held:
+        state.copy_(tensor)
+    return cache

@@ -1,7 +1,8 @@
 """How fast is each step of a block's way between tiers, beside a plain operation of the same size and state?
 
 CPU -> HBM and HBM -> CPU beside memcpy; disk -> CPU and CPU -> disk beside a plain file; codecs; lookups. Blocks have
-the shape of Qwen 2.5 0.5B in bf16. One process, alternating, medians. With --part bytes: what conversations take.
+the shape of Qwen 2.5 0.5B in bf16. One process, alternating, medians. With --part bytes: what conversations take;
+states: what bfloat16 changes in them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from bench.common import Report, alternate, arguments, drop_from_page_cache, median, run, say, spread
-from bench.sizes import bench_bytes
+from bench.sizes import bench_bytes, bench_states
 from kvstore.blocks.ids import BlockId, extend_chain, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk import codec
@@ -416,6 +417,9 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
     if parsed.part == "bytes":
         bench_bytes(report)
         return
+    if parsed.part == "states":
+        bench_states(report, (256,) if parsed.quick else (256, 512, 1024))
+        return
     repeats, num_blocks, num_small = parsed.repeats, parsed.data_blocks, parsed.blocks
     if parsed.quick:
         repeats, num_blocks, num_small = min(repeats, 3), min(num_blocks, 96), min(num_small, 50_000)
@@ -435,7 +439,10 @@ def main() -> int:
     parser.add_argument("--data-blocks", type=int, default=512, metavar="N", help="that are moved (default: 512)")
     parser.add_argument("--repeats", type=int, default=9, help="measurements of each kind (default: 9)")
     parser.add_argument(
-        "--part", choices=("way", "bytes"), default="way", help="bytes: of conversations, computed only"
+        "--part",
+        choices=("way", "bytes", "states"),
+        default="way",
+        help="bytes: of conversations, computed only; states: what storing them in bfloat16 changes in the next tokens",
     )
     parser.add_argument("--dir", metavar="DIR", help="where files are made (default: the temporary directory)")
     title = "The data path, step by step, beside the plain operation (CPU); medians"
