@@ -218,13 +218,14 @@ class KVStore:
         size, request = self.stored.block_size, self.requests.by_id[request_id]
         first = num_computed_tokens // size
         is_new = not request.wanted.is_open
-        usable = self.saver.num_usable(request, first) if is_new else first
+        usable = begin = self.saver.num_usable(request, first) if is_new else first
         if usable < first and self.requests.keeps_states:
-            usable = 0  # it begins where a state is stored, which may be before
-        found = self._matcher.match(request, usable, first + max_tokens // size)
+            begin = 0  # it begins where a state is stored, which may be before
+        found = self._matcher.match(request, begin, first + max_tokens // size)
         self.planner.num_prompts += is_new and found.lookup is not Lookup.PENDING  # until the step is planned
         found = request.with_late_tiers(found)
-        return found if usable == first else replace(found, num_unsaved=(first - usable) * size)
+        num_unsaved = first - (begin if found.num_tokens else usable)
+        return found if not num_unsaved else replace(found, num_unsaved=num_unsaved * size)
 
     def load(
         self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int, row: int | None = None

@@ -5,7 +5,7 @@ test_families.py.
 import pytest
 import torch
 
-from kvstore import CacheTiers, Engine
+from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.engine.model.states import StatePool
 from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError
@@ -232,3 +232,13 @@ def test_where_two_prompts_part_there_is_a_checkpoint_from_then_on(family, saved
         engine.check_integrity()
     check_answer(network_of(model), prompts[2], made.token_ids)
     assert made.usage.cached_tokens_details.disk == 96
+
+
+def test_each_choice_goes_on_from_its_own_checkpoint_though_hbm_has_blocks_that_were_never_saved(saved_model, tmp_path):
+    with opened(saved_model("Qwen3_5Text"), path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=60, ignore_eos=True)
+        (made,) = engine.generate([PROMPTS[0]], params)
+        for choice in made.choices:
+            (again,) = engine.generate([PROMPTS[0] + choice.token_ids + tokens(9, 4)], greedy(4))
+            assert again.usage.cached_tokens >= 64
+        engine.check_integrity()

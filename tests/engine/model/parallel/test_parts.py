@@ -26,7 +26,7 @@ from tests.support.ranks import on_parts, on_ranks
 
 NO_TENSOR_PLAN, NO_PIPELINE_PLAN = {"StableLm", "GptOss", "Phimoe"}, {"StableLm", "Phimoe"}
 OF_MANY_SHAPES = {name for name in ARCHITECTURES if name.startswith(("Gemma4", "MiMo"))}
-# Gemma 3n hands on more than hidden states, and cuts activations off by their spread over a layer's whole width.
+# Gemma 3n hands on more than hidden states.
 NOT_DIVIDED = {*OF_MANY_SHAPES, "Gemma3nText"}
 IDS = torch.arange(40) * 7 % 160
 EVERY, SOME, LAST = torch.arange(40), torch.tensor([3, 39]), torch.tensor([39])
@@ -183,6 +183,10 @@ def test_layers_of_different_shapes_are_not_divided(name, sizes, saved_model):
 @pytest.mark.parametrize("name", sorted(NO_TENSOR_PLAN))
 def test_a_model_without_a_plan_of_ranks_is_refused(name, saved_model):
     assert "has no plan of tensor parallelism; give tensor_parallel_size=1" in refusal(saved_model(name), 2)
+
+
+def test_a_model_that_compares_all_activations_of_a_layer_is_refused(saved_model):
+    assert "by the spread of all of a layer; give tensor_parallel_size=1" in refusal(saved_model("Gemma3nText"), 2)
 
 
 def test_heads_that_cannot_be_divided_are_refused(saved_model):
