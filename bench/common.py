@@ -216,7 +216,7 @@ def random_llama(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> I
     from transformers import LlamaConfig
 
     config = LlamaConfig(**config_sizes(shape), tie_word_embeddings=False)
-    with _random_model(config, dtype, seed) as made:
+    with random_model(config, dtype, seed) as made:
         yield made
 
 
@@ -226,7 +226,7 @@ def random_qwen(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> It
     from transformers import Qwen2Config
 
     config = Qwen2Config(**config_sizes(shape), tie_word_embeddings=True)
-    with _random_model(config, dtype, seed) as made:
+    with random_model(config, dtype, seed) as made:
         yield made
 
 
@@ -239,7 +239,7 @@ def random_qwen_hybrid(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0
         **config_sizes(shape), head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
         linear_key_head_dim=128, linear_value_head_dim=128, tie_word_embeddings=True,
     )  # fmt: skip
-    with _random_model(config, dtype, seed) as made:
+    with random_model(config, dtype, seed) as made:
         yield made
 
 
@@ -260,7 +260,10 @@ def config_sizes(shape: LlamaShape) -> Row:
 
 
 @contextmanager
-def _random_model(config: Any, dtype: str, seed: int) -> Iterator[tuple[Path, int]]:
+def random_model(config: Any, dtype: str, seed: int = 0) -> Iterator[tuple[Path, int]]:
+    """A model of this configuration of transformers, with a tokenizer whose words are w0, w1 ..., and its parameters'
+    number.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -1,15 +1,18 @@
 """How many bytes a conversation takes in a store, by the sizes that five models publish; `bench.tiers --part bytes`.
 
-With --part states: what it changes in the next tokens when a state takes half its bytes.
+With --part windows: the same, measured, of two of these with as many layers and windows, and small ones. With --part
+states: what it changes in the next tokens when a state takes half its bytes.
 """
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from bench.common import LlamaShape, Report, random_qwen_hybrid
+from bench.common import LlamaShape, Report, random_model, random_qwen_hybrid
 
 NUMBER_BYTES = 2  # bfloat16
 BLOCK = 16  # tokens
@@ -17,6 +20,7 @@ LENGTHS = (8192, 32768, 131072)  # tokens
 STATES = 3  # of a conversation: behind its system prompt, and of two turns
 SYSTEM, TURN = 200, 400  # tokens of a system prompt, and of a turn
 BEFORE, AFTER, NUM_TEXTS = 512, 128, 4  # tokens on both sides of a checkpoint, and how many of these
+TEMPLATE = "{% for one in messages %} w2 {{ one.content }} w3 {% endfor %}{% if add_generation_prompt %} w2 {% endif %}"
 LOGITS_STD = 3.0  # about as those of trained models; random ones say nearly the same of every token
 
 
@@ -73,6 +77,45 @@ def bench_bytes(report: Report) -> None:
                 measure=f"{name}, {num_tokens // 1024}K", kv_kib_a_token=(kept.full + kept.windowed) / 1024,
                 state_mb=kept.state_bytes / 1e6, all_kv_mb=whole / 1e6, stored_mb=stored / 1e6, share=stored / whole,
             )  # fmt: skip
+
+
+# -- windows, measured ------------------------------------------------------------------------------------------------
+def bench_windows(report: Report, num_tokens: int) -> None:
+    """A conversation of so many tokens: a long first prompt, and three turns. Blocks that are on disk, of all KV's."""
+    from transformers import Gemma3TextConfig, GptOssConfig
+
+    sizes = {
+        "vocab_size": 512, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "max_position_embeddings": 2 * num_tokens, "bos_token_id": None, "eos_token_id": None,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    configs = {
+        "gpt-oss-20b": GptOssConfig(**sizes, num_hidden_layers=24, num_local_experts=2, num_experts_per_tok=1),
+        "Gemma 3 27B": Gemma3TextConfig(**sizes, num_hidden_layers=62, sliding_window=1024),
+    }
+    for name, config in configs.items():
+        with random_model(config, "float32") as (folder, _), TemporaryDirectory(prefix="kvstore-bench-") as store:
+            report.add(measure=f"{name}, {num_tokens} tokens", **_measured(str(folder), store, num_tokens))
+
+
+def _measured(folder: str, store: str, num_tokens: int) -> dict[str, Any]:
+    from kvstore import CacheTiers, Engine, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    tiers, text = CacheTiers("1GiB", "2GiB", "4GiB", store), lambda count: " ".join(["w1"] * count)
+    template = Path(folder, "template.jinja")
+    template.write_text(TEMPLATE)
+    options: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_model_len": 2 * num_tokens}
+    with Engine(folder, tiers, device="cpu", chat_template=str(template), **options) as engine:
+        chat = engine.chat("one", system=text(SYSTEM))
+        for count in (num_tokens - SYSTEM - 4 * TURN, *[TURN - 40] * 4):
+            chat.send(text(count), params)
+        engine.flush()
+        disk, num_blocks = engine.stats()["disk"], len(chat.window.chain)
+        model: Any = engine.loop.runner.model  # type: ignore[attr-defined]
+        spec, layout = model.spec, model.layout(BLOCK)
+    whole = num_blocks * BLOCK * spec.kv_bytes_per_token
+    return {"kv_blocks": num_blocks, "stored": disk["blocks"], "share": disk["blocks"] * layout.block_bytes / whole}
 
 
 # -- states in half the bytes ----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from bench.common import Report, alternate, arguments, drop_from_page_cache, median, run, say, spread
-from bench.sizes import bench_bytes, bench_states
+from bench.sizes import bench_bytes, bench_states, bench_windows
 from kvstore.blocks.ids import BlockId, extend_chain, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk import codec
@@ -417,6 +417,9 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
     if parsed.part == "bytes":
         bench_bytes(report)
         return
+    if parsed.part == "windows":
+        bench_windows(report, 4096 if parsed.quick else 32768)
+        return
     if parsed.part == "states":
         bench_states(report, (256,) if parsed.quick else (256, 512, 1024))
         return
@@ -440,9 +443,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9, help="measurements of each kind (default: 9)")
     parser.add_argument(
         "--part",
-        choices=("way", "bytes", "states"),
+        choices=("way", "bytes", "windows", "states"),
         default="way",
-        help="bytes: of conversations, computed only; states: what storing them in bfloat16 changes in the next tokens",
+        help="bytes: of conversations, computed only; windows: of small models with windows, measured; states: what "
+        "storing them in bfloat16 changes in the next tokens",
     )
     parser.add_argument("--dir", metavar="DIR", help="where files are made (default: the temporary directory)")
     title = "The data path, step by step, beside the plain operation (CPU); medians"
