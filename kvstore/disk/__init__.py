@@ -5,7 +5,7 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `blocks_file`: the blocks' file over its life: opening, compaction, recovery, quarantine; its space
 - `check`: whether a file may be handed to LMDB, and quarantine; small files, replaced as a whole
 - `codec`: a block as one value: header, checksum, payload
-- `directory`: the store's directory: owner, lock, secret
+- `directory`: the store's directory: owner, lock, secret; whether what was opened is still in its place
 - `env`: an LMDB environment, opened once and safely
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use

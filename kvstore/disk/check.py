@@ -191,17 +191,6 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def is_still_at(path: Path, known: os.stat_result) -> bool:
-    """Whether this open file or directory is the one at `path`; True if that cannot be examined."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
-
-
 def write_durably(path: Path, content: bytes) -> None:
     """Replace a small file, 0600: afterwards it has the old content or the new. Raises OSError."""
     new = path.with_name(path.name + ".new")

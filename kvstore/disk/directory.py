@@ -130,7 +130,7 @@ class StoreDirectory:
         None: nothing changed, or it is closed.
         """
         if self._loss is None and self._lock_fd is not None:
-            gone = next((path for path, known in self._held if not disk_check.is_still_at(path, known)), None)
+            gone = next((path for path, known in self._held if not is_still_at(path, known)), None)
             if gone is not None:
                 self._loss = f"{gone} was removed or replaced while the store was open: nothing more is kept; restart"
         return self._loss
@@ -164,6 +164,17 @@ def held_directory(path: Path) -> StoreDirectory | None:
     """The open store directory at `path`, if this process owns it."""
     real = os.path.realpath(path)
     return next((one for one in list(_directories) if os.path.realpath(one.path) == real), None)
+
+
+def is_still_at(path: Path, known: os.stat_result) -> bool:
+    """Whether this open file or directory is the one at `path`; True if that cannot be examined."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
 
 
 # -- may it be used --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import lmdb
 from kvstore.config import LEAST_DISK_BYTES, format_size
 from kvstore.disk import check as disk_check
 from kvstore.disk.check import DATA_FILE, LOCK_FILE
-from kvstore.disk.directory import StoreDirectory, held_directory
+from kvstore.disk.directory import StoreDirectory, held_directory, is_still_at
 from kvstore.errors import StoreError
 from kvstore.forks import leave_to_parent
 
@@ -115,7 +115,7 @@ class StoreEnvironment:
     def loss(self) -> str | None:
         """What of this environment is no longer in its place; None: nothing, or it is closed."""
         found = None if self._owned is None else self._owned.loss()
-        if found is None and not disk_check.is_still_at(self._data_file, self._data_status):
+        if found is None and not is_still_at(self._data_file, self._data_status):
             found = f"{self._data_file} was removed or replaced while the store was open{self._on_loss}"
         return found if self.is_open else None  # checked last: an orderly replacement closes the file before
 
