@@ -54,6 +54,12 @@ def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
     return native.declared(library, _ARGUMENTS)
 
 
+def is_in_rows(tensor: Tensor) -> bool:
+    """Whether the numbers of each row of [rows, heads, width] follow one another. Rows may be strided."""
+    (_, num_heads, width), strides = tensor.shape, tensor.stride()
+    return strides[2] == 1 and (num_heads == 1 or strides[1] == width)
+
+
 class DecodeStep:
     """One step whose requests have one token each. Holds what its layers share, and keeps it alive while C reads it."""
 
@@ -78,7 +84,7 @@ class DecodeStep:
         if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in tensors):
             return None
         step.num_kv_heads, step.head_dim = key_cache.shape[2:]
-        if not all(map(native.is_in_rows, tensors)) or shape[1] % step.num_kv_heads or shape[2] != step.head_dim:
+        if not all(map(is_in_rows, tensors)) or shape[1] % step.num_kv_heads or shape[2] != step.head_dim:
             return None
         starts = query.stride(), key.stride(), value.stride()
         step.num_heads = shape[1]
@@ -156,7 +162,7 @@ def rotate_and_write(
         return None
     if key.shape != (len(query), num_kv_heads, head_dim) or value.shape != key.shape or query.shape[2] != head_dim:
         return None
-    if not all(map(native.is_in_rows, (query, key, value))) or len(slots) != len(query):
+    if not all(map(is_in_rows, (query, key, value))) or len(slots) != len(query):
         return None
     starts = query.stride(), key.stride(), value.stride()
     tables = _tables_of(rotation, key_cache)
@@ -235,7 +241,7 @@ def prefill(
     tensors = (query, key_cache, value_cache, out)
     if not knows(scoring, head_dim) or any(t.dtype != torch.bfloat16 for t in tensors) or num_heads % num_kv_heads:
         return False
-    if not native.is_in_rows(query):
+    if not is_in_rows(query):
         return False
     if value_cache.shape != key_cache.shape or out.shape != query.shape:
         return False

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvstore.kernels.cpu import native
+from kvstore.kernels.cpu.attention import is_in_rows
 from kvstore.rope.rotary import Rotation, Style
 
 MAX_PAIRS = 512  # as in copy.c
@@ -154,7 +155,7 @@ def _part_table(
                 if shape != (num_rows, *part.shape[2:]):
                     return None
                 token_bytes[shape] = part.stride(1) * item_bytes
-            if tokens.dtype != dtype or not native.is_in_rows(tokens):
+            if tokens.dtype != dtype or not is_in_rows(tokens):
                 return None
             found += (part.data_ptr(), tokens.data_ptr(), tokens.stride(0) * item_bytes, token_bytes[shape])
     return (ctypes.c_int64 * len(found))(*found)

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # also so that the compiled code finds torch's OpenMP
+import torch  # noqa: F401 - so that the compiled code finds torch's OpenMP
 
 SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "masks.c", "threads.c")
 HEADERS = ("vectors.h", "tiles.h", "team.h")
@@ -46,12 +46,6 @@ def declared(library: ctypes.CDLL, arguments: Mapping[str, Sequence[Any]]) -> di
         functions[name] = getattr(library, name)
         functions[name].argtypes, functions[name].restype = types, ctypes.c_int
     return functions
-
-
-def is_in_rows(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of each row of [rows, heads, width] follow one another. Rows may be strided."""
-    (_, num_heads, width), strides = tensor.shape, tensor.stride()
-    return strides[2] == 1 and (num_heads == 1 or strides[1] == width)
 
 
 def _built(sources: list[Path]) -> Path | None:
