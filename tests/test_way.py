@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.service.server_process import ROOT, launch
 
-MOST_FILES = 71  # may only shrink; the aim is 60
+MOST_FILES = 70  # may only shrink; the aim is 60
 OFF, TURNS = "0", "123"
 PRODUCT = ("engine", "kernels", "kvstore", "rope", "service")
 WATCH = """

@@ -6,11 +6,9 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `check`: whether a file may be handed to LMDB, and quarantine; small files, replaced as a whole
 - `codec`: a block as one value: header, checksum, payload
 - `directory`: the store's directory: owner, lock, secret; whether what was opened is still in its place
-- `env`: an LMDB environment, opened once and safely
+- `env`: an LMDB environment, opened once and safely; its tables that threads use: reopening, compaction, closing
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
-- `live`: tables of an environment that threads use: reopening, compaction, closing; a thread that commits changes in
-  groups
 - `opening`: the tier while it is opened, in a thread, under whatever else loads
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too

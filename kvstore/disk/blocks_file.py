@@ -19,9 +19,15 @@ from kvstore.disk import check as disk_check
 from kvstore.disk import format as disk_format
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.env import STRUCTURAL_ERRORS, LostFileError, is_damage, open_environment
+from kvstore.disk.env import (
+    STRUCTURAL_ERRORS,
+    LiveTables,
+    LostFileError,
+    discard_copy,
+    is_damage,
+    open_environment,
+)
 from kvstore.disk.format import Tables
-from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError, StoreError
 
 R = TypeVar("R")

@@ -21,9 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import lmdb
 
 from kvstore.config import format_size
-from kvstore.disk.env import LostFileError, StoreEnvironment
+from kvstore.disk.env import LiveTables, LostFileError, StoreEnvironment, discard_copy
 from kvstore.disk.format import FULL_BELOW_BYTES, WriteError, free_bytes, write_error
-from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError, DiskFullError, KVStoreError, RemoteError, StoreError, StoreLostError
 from kvstore.forks import leave_to_parent
 from kvstore.sessions.sharing import Alone, Sharing

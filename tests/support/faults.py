@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+from kvstore.disk import env as disk_env
 from kvstore.disk import format as disk_format
-from kvstore.disk import live, tier
+from kvstore.disk import tier
 from kvstore.kernels.kv import BlockLoad, save_layers
 from kvstore.store import parts
 from tests.support.waiting import TIMEOUT_S
@@ -107,7 +108,7 @@ def disk_with(free_bytes: int, total_bytes: int) -> AbstractContextManager[objec
 
 def copying_that(copies: Callable[..., object]) -> AbstractContextManager[object]:
     """In here a compaction copies records by this."""
-    return mock.patch.object(live, "_copy_records", copies)
+    return mock.patch.object(disk_env, "_copy_records", copies)
 
 
 @contextmanager

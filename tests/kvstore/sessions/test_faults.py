@@ -169,7 +169,7 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path, monkeypatch, step):
 
     with monkeypatch.context() as patched:
         if step not in ("open", "refused"):
-            patched.setattr("kvstore.disk.live." + ("lmdb.open" if step == "copy" else f"os.{step}"), fail)
+            patched.setattr("kvstore.disk.env." + ("lmdb.open" if step == "copy" else f"os.{step}"), fail)
         with pytest.raises(DegradedError):
             store.compact()
         assert content(store.load(KEY)) == expected(turns)

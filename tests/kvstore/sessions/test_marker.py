@@ -8,7 +8,7 @@ import lmdb
 import pytest
 
 from kvstore.admin.offline import OfflineStore
-from kvstore.disk import live
+from kvstore.disk import env as disk_env
 from kvstore.disk.directory import StoreDirectory
 from kvstore.service.command.cli import main
 from kvstore.sessions.record import SessionKey
@@ -91,7 +91,7 @@ def test_a_damaged_name_is_no_loss(store):
 
 def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store):
     (store / "sessions" / "data.mdb").unlink()
-    copy = live._copy_records
+    copy = disk_env._copy_records
 
     def accept_meanwhile(sessions) -> None:
         thread = threading.Thread(target=sessions.accept_loss)

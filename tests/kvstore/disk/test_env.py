@@ -1,4 +1,6 @@
-"""Tests of kvstore.disk.live: many inside or one alone; what compaction costs is tested where tables are known."""
+"""Tests of kvstore.disk.env: many inside or one alone. What compaction costs is tested where tables are known, and what
+LMDB must not see beside the directory.
+"""
 
 import threading
 from functools import partial
@@ -6,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.disk.live import MAX_INSIDE, LiveTables
+from kvstore.disk.env import MAX_INSIDE, LiveTables
 from tests.support.waiting import together as run_together
 from tests.support.waiting import wait_until
 
