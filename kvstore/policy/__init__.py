@@ -2,8 +2,7 @@
 
 Decides with names, counts and times alone; knows no tier and no tensor.
 
-- `conversation`: which requests belong together
-- `families`: agents that work for one another, and which of them wait
+- `conversation`: which requests belong together; agents that work for one another, and which of them wait
 - `planner`: load, compute, or both from two ends, from measured rates; the waiting order: what to read ahead, what to
   protect
 - `policies`: the order of conversations: `fifo`, `lru`, `return`, `auto`; pins and times to live; all of it tied

@@ -1,4 +1,5 @@
-"""Conversations: which requests belong together, when each was last of use, and what is known of its return.
+"""Conversations: which requests belong together, when each was last of use, what is known of its return, and which work
+for one another.
 
 Control plane, one thread. Recognised by block ids alone: a chain that extends another's tip continues it, whether or
 not the client names a session. Knows no tier and no request.
@@ -15,6 +16,8 @@ from typing import Protocol
 MAX_KNOWN = 1 << 20  # conversations remembered, stored or not, unless a smaller number is given
 SILENT_S = 60.0  # an agent without a request for so long counts as ended; before that, it may run a tool
 MOST_KEPT_S = 3600.0  # nobody may wait for it any more
+MAX_FAMILIES = 1 << 12
+MAX_CALLERS = 16  # some clients give one name to all that they do
 ROOT_MASK = (1 << 64) - 1
 QueueKey = tuple[int, int]  # the scheduler's: (priority, sequence); the smaller is served earlier
 
@@ -92,7 +95,7 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Agents that work for one another (see `kvstore.policy.families`).
+    """Agents that work for one another: those to which their client gives one name.
 
     num_open: their requests that wait or run. last, used_s: whose request arrived or ended last, and when. callers:
     those that rest after a call of a tool.
@@ -111,6 +114,49 @@ class Family:
         if conversation not in self.callers or (self.last is conversation and not self.num_open):
             return -math.inf
         return min(self.lives_until_s(now_s), conversation.used_s + MOST_KEPT_S)
+
+
+class Families:
+    """An agent that has called a tool may wait for sub-agents. While another one of its family lives, it is kept."""
+
+    def __init__(self) -> None:
+        self._named: OrderedDict[bytes, Family] = OrderedDict()  # in order of use
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def arrive(self, conversation: Conversation, name: bytes, now_s: float) -> list[Conversation]:
+        """A request of this conversation was queued; name: of its family, empty for none. Returns those that are kept
+        from now on.
+        """
+        if conversation.num_open == 1:
+            if conversation.family is not None:
+                conversation.family.callers.pop(conversation, None)
+            conversation.family = self._family(name) if name else None
+        family = conversation.family
+        if family is None:
+            return []
+        was_silent = family.lives_until_s(now_s) <= now_s
+        family.num_open += 1
+        family.last, family.used_s = conversation, now_s
+        return list(family.callers) if was_silent else []
+
+    def end_request(self, conversation: Conversation, family: Family, now_s: float) -> None:
+        """A request of this member has ended or was preempted; the conversation has the answer."""
+        answer = conversation.answer
+        family.num_open -= 1
+        family.last, family.used_s = conversation, now_s
+        if answer is not None and answer.calls_tool and not conversation.num_open:
+            family.callers[conversation] = None
+            if len(family.callers) > MAX_CALLERS:
+                del family.callers[next(iter(family.callers))]
+
+    def _family(self, name: bytes) -> Family:
+        family = self._named.setdefault(name, Family())
+        self._named.move_to_end(name)
+        if len(self._named) > MAX_FAMILIES:
+            self._named.popitem(last=False)
+        return family
 
 
 class Learner(Protocol):

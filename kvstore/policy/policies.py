@@ -15,8 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from kvstore.policy.conversation import MAX_KNOWN, Answer, Conversation, Conversations
-from kvstore.policy.families import Families
+from kvstore.policy.conversation import MAX_KNOWN, Answer, Conversation, Conversations, Families
 from kvstore.policy.prefixes import Prefixes
 from kvstore.policy.return_model import ReturnLearner, ReturnModel, bucket_of
 

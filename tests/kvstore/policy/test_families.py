@@ -3,8 +3,7 @@
 import pytest
 
 from kvstore.blocks.forest import EvictionTree
-from kvstore.policy.conversation import MOST_KEPT_S, SILENT_S, Answer, Conversation
-from kvstore.policy.families import MAX_CALLERS, MAX_FAMILIES
+from kvstore.policy.conversation import MAX_CALLERS, MAX_FAMILIES, MOST_KEPT_S, SILENT_S, Answer, Conversation
 from kvstore.policy.policies import Steering
 
 PARENT, CHILD = "p0 p1 p2 parent", "p0 p1 p2 a0"
