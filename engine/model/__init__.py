@@ -40,8 +40,10 @@ A layer is recognised by its parts, not by its class, and taken over only if it 
 After the attention, a prefill's layers work in pieces of 256 tokens, so that intermediate results stay in cache.
 
 Layers with states are found in the same way: their modules are those that update transformers' cache while a prompt is
-computed. They compute as their authors wrote them, on states that are views of our pool. The probe compares the logits
-in pieces, step by step and in a batch, and refuses what its own modules compute differently. A layer that attends to
+computed. They compute as their authors wrote them, on states that are views of our pool. What they call by names that
+transformers' models share (short convolutions, the gated delta rule) is compiled code on a CPU, bound to a copy of the
+forward, so other models of the process keep theirs; a module tries it beside its own. The probe compares the logits in
+pieces, step by step and in a batch, and refuses what its own modules compute differently. A layer that attends to
 the KV of an earlier one is found by the memory of its keys, and has no KV of its own.
 
 The last layer computes only sampled tokens, if that leaves out 16 or more; the others need only keys and values. The

@@ -132,6 +132,10 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         pack_modules(network, is_cpu)
         if pipeline is not None:
             pipeline.assemble()
+        if is_cpu and states is not None:
+            pool, x = StatePool(states[0], 2, network.device), network.get_input_embeddings()(token_ids[None])
+            for module in states[1].values():
+                module.forward.use_kernels(pool, x)
         if is_cpu and part.group is None:  # a lean layer adds its input to a product that ranks would have to sum first
             lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), positions, alone=True))
         _check_logits(model, token_ids, expected)

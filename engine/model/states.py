@@ -2,15 +2,18 @@
 
 A request's state is one row of bytes in a pool, so that it is copied, saved and restored as a whole. Which modules keep
 a state is observed: those that update a cache of transformers while a prompt is computed. Their forward is replaced by
-one that cuts the flat row of a step: chunks of prompts are computed one by one, single tokens together.
+one that cuts the flat row of a step: chunks of prompts are computed one by one, single tokens together. On a CPU,
+compiled code replaces functions that transformers' models share, and changes states where they lie in the pool.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,8 +22,17 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from kvstore.errors import UnsupportedModelError
+from kvstore.kernels.cpu.states import StateKernels, state_kernels
 
 _ALIGNMENT = 16  # bytes
+# What kernels compute in place of transformers' functions, by the states that these change.
+_FUNCTIONS = {
+    "conv_states": {"causal_conv1d_fn": "convolve", "causal_conv1d_update": "convolve_step"},
+    "recurrent_states": dict.fromkeys(
+        ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), "apply_delta_rule"
+    ),
+}
+_TOLERANCE, _TOLERANCE_16_BIT = {torch.float32: 1e-4}, 0.05  # of what kernels compute
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value", "cache")
 
 
@@ -107,64 +119,147 @@ class Chunk:
     slot: int
     is_first: bool
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it can be computed together with others."""
+        return self.end - self.start == 1 and not self.is_first
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Neighbours in a step's flat row that are computed in one call, with equally many tokens of each request.
+
+    slots: [num_requests]. place: the same as an index, a slice if they follow one another.
+    """
+
+    tokens: slice
+    slots: Tensor
+    place: Tensor | slice
+    is_first: bool
+
 
 class StepStates:
     """Which tokens of one step go on from which state in the pool. chunks: every request of the step has one."""
 
     def __init__(self, pool: StatePool, chunks: Sequence[Chunk]) -> None:
         self.pool = pool
-        singles = [chunk for chunk in chunks if chunk.end - chunk.start == 1 and not chunk.is_first]
-        alone = set(singles) if len(singles) > 1 else set()
-        self.chunks = [chunk for chunk in chunks if chunk not in alone]
-        device = pool.rows.device
-        self.rows = torch.tensor([chunk.start for chunk in chunks if chunk in alone], device=device)
-        self.slots = torch.tensor([chunk.slot for chunk in chunks if chunk in alone], device=device)
+        self.calls: list[Together] = []
+        for is_single, group in itertools.groupby(chunks, lambda chunk: chunk.is_single):
+            chosen = list(group)
+            for own in [chosen] if is_single else [[chunk] for chunk in chosen]:
+                numbers = [chunk.slot for chunk in own]
+                slots = torch.tensor(numbers, device=pool.rows.device)
+                run = range(numbers[0], numbers[0] + len(numbers))
+                place = slice(run.start, run.stop) if numbers == list(run) else slots
+                self.calls.append(Together(slice(own[0].start, own[-1].end), slots, place, own[0].is_first))
+
+
+class _PooledLayer(LinearAttentionLayer):
+    """transformers' cache of a layer over a pool. place: of the requests of a call, if the layer has all states."""
+
+    place: Tensor | slice | None = None
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As its parent, but the states of other requests stay, and the result lies token by token in memory."""
+        if self.place is None:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        pool, rows = self.conv_states[state_idx], conv_states.transpose(1, 2)
+        before = pool[self.place].transpose(1, 2)
+        if not self.has_previous_state[state_idx]:
+            before = torch.zeros_like(before[:, rows.shape[1] :])
+        whole = torch.cat([before, rows], 1).transpose(1, 2) if before.shape[1] else conv_states
+        pool[self.place] = whole[..., -pool.shape[-1] :]
+        self.has_previous_state[state_idx] = True
+        return whole
 
 
 class StateMixer:
     """The forward of one module that keeps a state."""
 
     def __init__(self, module: nn.Module, carrier: Any, layer: int, num_layers: int) -> None:
-        self._forward: Callable[..., Tensor] = module.forward
+        self._authors: Any = module.forward
+        self._forward: Callable[..., Tensor] = self._authors
         self._carrier, self._layer = carrier, layer
-        parameters = inspect.signature(self._forward).parameters
+        parameters = inspect.signature(self._authors).parameters
         arguments = [name for name in _CACHE_ARGUMENTS if name in parameters]
         if not arguments:
             raise UnsupportedModelError(f"layer {layer} keeps a state that it is not given")
         self._argument = arguments[0]
         self._cache = DynamicCache()
-        self._cache.layers = [
-            LinearAttentionLayer()
-        ] * num_layers  # some modules ask any layer whether there is a state
+        self._cache.layers = [_PooledLayer()] * num_layers  # some modules ask any layer whether there is a state
+        self._kernels: StateKernels | None = None
+        self._pooled = set[str]()  # the kinds of states that kernels change in the pool
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # [1, num_tokens, hidden_size]
         states: StepStates | None = self._carrier.states
         if states is None:
-            return self._forward(hidden_states, **kwargs)
-        out = torch.empty_like(hidden_states)
-        tensors = states.pool.tensors[self._layer]
-        if len(states.rows):
-            held = [(part, tensor[states.slots]) for part, tensor in tensors]
-            out[0, states.rows] = self._run(hidden_states[0, states.rows, None], held, False, kwargs)[:, 0]
-            for (_, tensor), (_, changed) in zip(tensors, held, strict=True):
-                tensor[states.slots] = changed
-        for chunk in states.chunks:
-            held = [(part, tensor[chunk.slot : chunk.slot + 1]) for part, tensor in tensors]
-            own = slice(chunk.start, chunk.end)
-            out[:, own] = self._run(hidden_states[:, own], held, chunk.is_first, kwargs)
-        return out
+            return self._authors(hidden_states, **kwargs)
+        tensors, found = states.pool.tensors[self._layer], list[Tensor]()
+        for call in states.calls:
+            x = hidden_states[0, call.tokens].unflatten(0, (len(call.slots), -1))
+            found.append(self._run(x, tensors, call, kwargs).flatten(0, 1))
+        return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(0)
 
-    def _run(self, x: Tensor, held: list[tuple[StatePart, Tensor]], is_first: bool, kwargs: dict[str, Any]) -> Tensor:
-        """Compute [num_requests, num_tokens, hidden_size] and change the states that are held, in place."""
+    def use_kernels(self, pool: StatePool, x: Tensor) -> bool:
+        """Compute on a CPU with compiled code what that knows, if it gives the same. Returns whether there is anything.
+
+        pool: to try it, with two slots; x: a few tokens, [1, num_tokens, hidden_size].
+        """
+        kernels = state_kernels()
+        authors: Any = inspect.unwrap(self._authors.__func__)
+        kinds = [kind for kind, names in _FUNCTIONS.items() if names.keys() <= set(authors.__code__.co_names)]
+        if kernels is None or not kinds:
+            return False
+        replaced = {name: getattr(kernels, own) for kind in kinds for name, own in _FUNCTIONS[kind].items()}
+        function = FunctionType(authors.__code__, authors.__globals__ | replaced, closure=authors.__closure__)
+        function.__defaults__, function.__kwdefaults__ = authors.__defaults__, authors.__kwdefaults__
+        expected = self._tried(pool, x)
+        self._forward, self._kernels, self._pooled = MethodType(function, self._authors.__self__), kernels, set(kinds)
+        tolerance = _TOLERANCE.get(x.dtype, _TOLERANCE_16_BIT)
+        try:
+            found = self._tried(pool, x)
+            if all((a - b).norm() <= b.norm() * tolerance for a, b in zip(found, expected, strict=True)):
+                return True
+        except TypeError:  # for dtypes or sizes that C does not know
+            pass
+        self._forward, self._kernels, self._pooled = self._authors, None, set()
+        return False
+
+    def _tried(self, pool: StatePool, x: Tensor) -> list[Tensor]:
+        """The results for tokens of two requests, in two pieces and then one by one, and the states after them."""
+        found = []
+        for length, is_first in ((5, True), (3, False), (1, False)):
+            chunks = [Chunk(0, length, 1, is_first), Chunk(length, 2 * length, 0, is_first)]
+            self._carrier.states = StepStates(pool, chunks)
+            found.append(self(x[:, : 2 * length]).float())
+        self._carrier.states = None
+        return found + [tensor.float().clone() for _, tensor in pool.tensors[self._layer]]
+
+    def _run(
+        self, x: Tensor, tensors: list[tuple[StatePart, Tensor]], call: Together, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Compute [num_requests, num_tokens, hidden_size] and change the states of the call in the pool."""
         layer: Any = self._cache.layers[0]
-        for part, tensor in held:
-            getattr(layer, part.kind)[part.index] = tensor
+        gathered = list[tuple[Tensor, Tensor]]()
+        for part, tensor in tensors:
+            held = tensor
+            if part.kind not in self._pooled:
+                held = tensor[call.place]
+                if call.place is call.slots:
+                    gathered.append((tensor, held))
+            getattr(layer, part.kind)[part.index] = held
             getattr(layer, f"is_{part.kind}_initialized")[part.index] = True
-            layer.has_previous_state[part.index] = not is_first
+            layer.has_previous_state[part.index] = not call.is_first
             if part.kind == "conv_states":
                 layer.conv_kernel_size[part.index] = part.shape[-1]
-        layer.dtype, layer.device = held[0][1].dtype, held[0][1].device
-        return self._forward(x, **{**kwargs, self._argument: self._cache})
+        layer.dtype, layer.device = held.dtype, held.device
+        layer.place = call.place if "conv_states" in self._pooled else None
+        if self._kernels is not None:
+            self._kernels.slots, self._kernels.recurrent = call.slots, held
+        out = self._forward(x, **{**kwargs, self._argument: self._cache})
+        for tensor, changed in gathered:
+            tensor[call.slots] = changed
+        return out
 
 
 class _Spy(DynamicCache):

@@ -7,6 +7,7 @@ Without a compiler, torch operations do the same.
 - `masks.c`: token masks; `kernels/token_masks.py` binds it
 - `layer`: norms, and products if the CPU multiplies bfloat16 (`layer.c`)
 - `native`: compiles the C code of this folder once, if there is a compiler
+- `states`: short convolutions and the gated delta rule of layers with a state (`states.c`)
 - `threads`: binds two computing threads to two processors, and uses one beside other work (`threads.c`); touches the
   arena's memory ahead of its use
 - `team.h`: work that a thread shares with its helpers (`threads.c`)
@@ -28,6 +29,11 @@ anything differs, oneDNN is used.
 
 A prefill attends over the pages in place. Torch's fused attention would need the pages gathered, and a mask of every
 query with every key. C does this for bfloat16 without soft cap and sinks, and heads of 32 to 256; torch does the rest.
+
+The gated delta rule goes token by token, also over a prompt: 64 columns of a head's state stay in the first cache, so
+a token costs three passes of multiply-adds and nothing else. transformers computes chunks of 64 tokens by matrix
+products, an inverse and some twenty passes over memory, in ten times the time (bench/LOG.md). States are changed in the
+pool: a batch does not gather them and write them back.
 
 In the engine's own process, two computing threads are bound to two processors. Otherwise the system may wake a helper,
 which slept during a pause, on the processor of the thread that waits for it; a turn then took up to twice as long. An

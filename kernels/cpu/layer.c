@@ -256,17 +256,6 @@ INLINE void finish(const struct product *product, int64_t block, const uint16_t 
         }
 }
 
-/* x * sigmoid(x), or gelu by its tanh formula, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)). */
-INLINE floats activated(floats x, bool gelu)
-{
-    floats by = x;
-    if (gelu)
-        by = 1.59576912f * (x + 0.044715f * x * x * x);
-    floats small = exponential((floats)((ints)by | (int32_t)0x80000000)); /* e^-|by| */
-    floats whole = 1.0f / (1.0f + small);
-    return x * chosen(by < 0.0f, whole, small * whole);
-}
-
 /* One block of activated(gate(x)) * up(x); the gate is rounded before it is multiplied. */
 INLINE void finish_gated(const struct layer_parts *parts, int64_t block, const uint16_t *x, uint16_t *y, int64_t rows,
                          bool is_first)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch  # noqa: F401 - so that the compiled code finds torch's OpenMP
 
-SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "masks.c", "threads.c")
+SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "masks.c", "states.c", "threads.c")
 HEADERS = ("vectors.h", "tiles.h", "team.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-std=gnu11")
 _COMPILE_S = 60.0

@@ -142,6 +142,17 @@ INLINE floats exponential(floats x)
     return chosen(x < -87.0f, result, (floats){});
 }
 
+/* x * sigmoid(x), or gelu by its tanh formula, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)). */
+INLINE floats activated(floats x, bool gelu)
+{
+    floats by = x;
+    if (gelu)
+        by = 1.59576912f * (x + 0.044715f * x * x * x);
+    floats small = exponential((floats)((ints)by | (int32_t)0x80000000)); /* e^-|by| */
+    floats whole = 1.0f / (1.0f + small);
+    return x * chosen(by < 0.0f, whole, small * whole);
+}
+
 INLINE float total(floats x)
 {
     float sum = 0;
