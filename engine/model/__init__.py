@@ -33,11 +33,12 @@ architecture needs no new code.
 Frequencies that depend on the length are fixed at load by `max_model_len`: a token's KV must not depend on who else
 is in the batch.
 
-Linear weights are packed once: on a CPU in oneDNN's layout, with q, k and v in one product. Norms are one pass. The
-model's own rotation is called and does nothing. Plain layers on a CPU are lean: residual sums, gates
-and activations are computed inside oneDNN's products, because small operations between products dominate a small step.
-A layer is recognised by its parts, not by its class, and taken over only if it computes the same from the same input.
-After the attention, a prefill's layers work in pieces of 256 tokens, so that intermediate results stay in cache.
+Linear weights are packed once: on a CPU in oneDNN's layout, with q, k and v in one product. Norms are one pass, on a
+CPU also those with a gate. The model's own rotation is called and does nothing. Plain layers on a CPU are lean:
+residual sums, gates and activations are computed inside oneDNN's products, because small operations between products
+dominate a small step. A layer is recognised by its parts, not by its class, and taken over only if it computes the same
+from the same input. After the attention, a prefill's layers work in pieces of 256 tokens, so that intermediate results
+stay in cache.
 
 Layers with states are found in the same way: their modules are those that update transformers' cache while a prompt is
 computed. They compute as their authors wrote them, on states that are views of our pool. What they call by names that

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvstore.kernels.cpu.layer import native_product, native_rms_norm
+from kvstore.kernels.cpu.layer import NativeRMSNorm, native_product, native_rms_norm
 
 # Below this many elements a float32 weight stays in cache and MKL's gemv beats oneDNN's call overhead.
 MIN_FLOAT32_ELEMENTS = 256 * 1024
@@ -120,6 +120,20 @@ class FusedRMSNorm(nn.Module):
     __call__ = forward
 
 
+class FusedGatedNorm(nn.Module):
+    """Root mean square norm of rows by silu of a gate in one pass of C. own: computes what C does not know."""
+
+    def __init__(self, own: nn.Module, native: NativeRMSNorm) -> None:
+        super().__init__()
+        self._own, self._native = own, native
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [num_rows, width]
+        normed = self._native(x.unsqueeze(0), gate) if x.dim() == 2 and x.shape == gate.shape else None
+        return self._own(x, gate) if normed is None else normed[0]
+
+    __call__ = forward
+
+
 @torch.no_grad()
 def pack(model: nn.Module, for_cpu: bool) -> None:
     """Replace modules of `model` (in `eval`) in place so that its eager forward is faster; the mathematics stay.
@@ -134,6 +148,7 @@ def pack(model: nn.Module, for_cpu: bool) -> None:
         _join_qkv(module, *((_is_packable, PackedLinear) if for_cpu else (_is_plain, _plain_linear)))
     if for_cpu:
         _replace(model, _packed_linear)
+        _replace(model, _gated_norm)
     _replace(model, _fused_norm)
 
 
@@ -225,6 +240,18 @@ def _fused_norm(norm: Any) -> nn.Module | None:
     return best if _agrees(best, norm, x) else None
 
 
+def _gated_norm(norm: Any) -> nn.Module | None:
+    """The replacement of what looks like a norm of rows with a gate: a row and a gate in, a row out."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    if not type(norm).__name__.endswith("RMSNormGated") or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        return None
+    native = native_rms_norm(weight.detach(), weight.dtype, eps, wide=False) if isinstance(eps, float) else None
+    if native is None or len(inspect.signature(norm.forward).parameters) != 2:
+        return None
+    candidate, x = FusedGatedNorm(norm, native), _samples(weight.shape[0], weight.dtype)[0]
+    return candidate if _agrees(candidate, norm, x, x.flip(0) * 0.5) else None
+
+
 def _samples(width: int, dtype: torch.dtype) -> Tensor:
     """Rows of several magnitudes, from a generator of their own, so that the process's random state does not change."""
     generator = torch.Generator().manual_seed(0)
@@ -240,8 +267,8 @@ def are_close(expected: Tensor, found: Tensor, ulps: int) -> bool:
     return bool(((a - b).abs().amax(-1) <= a.abs().amax(-1) * torch.finfo(found.dtype).eps * ulps).all())
 
 
-def _agrees(candidate: nn.Module, original: nn.Module, x: Tensor) -> bool:
+def _agrees(candidate: nn.Module, original: nn.Module, *given: Tensor) -> bool:
     try:
-        return are_close(original(x), candidate(x), ulps=2)
+        return are_close(original(*given), candidate(*given), ulps=2)
     except (RuntimeError, TypeError):
         return False

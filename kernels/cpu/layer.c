@@ -31,9 +31,18 @@ INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width,
             put(out, i, as_held(get(x, i, narrow) * inverse, narrow) * get(scale, i, narrow), narrow);
 }
 
-/* variant: 1: the input is bfloat16, else float32; 2: wide. */
+/* A row by silu(gate), rounded once more. width: a multiple of LANES. */
+INLINE void gate_row(void *row, const void *gate, int64_t width, bool narrow)
+{
+    for (int64_t i = 0; i < width; i += LANES) {
+        floats x = load(row, i, narrow) * activated(load(gate, i, narrow), false);
+        put_held(row, i, all_as_held(x, narrow), narrow);
+    }
+}
+
+/* gate: as out, null for none. variant: 1: the input is bfloat16, else float32; 2: wide. */
 struct norms {
-    const char *x;
+    const char *x, *gate;
     const void *scale;
     char *out;
     int64_t num_rows, inner, stride, width, variant;
@@ -58,15 +67,17 @@ static void norm_some(const void *job, int64_t item, int thread)
             norm_row(x, norms->scale, out, norms->width, norms->eps, true, false);
         else
             norm_row(x, norms->scale, out, norms->width, norms->eps, true, true);
+        if (norms->gate)
+            gate_row(out, norms->gate + row * norms->width * size, norms->width, size == 2);
     }
 }
 
 /* Root mean square norm of [num_rows / inner, inner, width], of which the outer dimension has a stride. out is
- * contiguous. variant: as in `struct norms`. */
-int rms_norm(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
-             int64_t width, float eps, int variant, int num_threads)
+ * contiguous. gate, variant: as in `struct norms`. */
+int rms_norm(const void *x, const void *gate, const void *scale, void *out, int64_t num_rows, int64_t inner,
+             int64_t stride, int64_t width, float eps, int variant, int num_threads)
 {
-    struct norms norms = {x, scale, out, num_rows, inner, stride, width, variant, eps};
+    struct norms norms = {x, gate, scale, out, num_rows, inner, stride, width, variant, eps};
     in_team(norm_some, &norms, (num_rows + NORM_ROWS - 1) / NORM_ROWS, num_threads);
     return 0;
 }
@@ -330,7 +341,7 @@ static void compute_gated_block(const void *job, int64_t block, int thread)
 
 static void normalise(const struct norm *norm, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
 {
-    rms_norm(x, norm->scale, y, rows, rows, 0, norm->width, norm->eps, norm->wide ? 3 : 1, num_threads);
+    rms_norm(x, 0, norm->scale, y, rows, rows, 0, norm->width, norm->eps, norm->wide ? 3 : 1, num_threads);
 }
 
 #endif

@@ -21,7 +21,7 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS: dict[str, list[Any]] = {
-    "rms_norm": [*[_Address] * 3, *[_Number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
+    "rms_norm": [*[_Address] * 4, *[_Number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
     "kv_has_tiles": [],
     "kv_product_rows": [],
     "kv_product_columns": [],
@@ -105,9 +105,13 @@ class NativeRMSNorm:
         self.struct = _Norm(self._address, eps, self.width, wide)
         self._variant = _CODES[dtype] + 2 * wide
 
-    def __call__(self, x: Tensor) -> Tensor | None:
-        """x: [outer, inner, width], of which the outer dimension may be strided. None for another layout."""
+    def __call__(self, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
+        """x: [outer, inner, width], of which the outer dimension may be strided. gate: contiguous; silu of it
+        multiplies the result. None for another layout.
+        """
         if x.dim() != 3 or x.dtype != self.dtype:
+            return None
+        if gate is not None and (self.width % 16 or gate.dtype != x.dtype or not gate.is_contiguous()):
             return None
         outer, inner, width = x.shape
         stride, row, one = x.stride()
@@ -115,8 +119,8 @@ class NativeRMSNorm:
             return None
         out = torch.empty((outer, inner, width), dtype=x.dtype)
         self._function(
-            x.data_ptr(), self._address, out.data_ptr(), outer * inner, inner, stride, width, self._eps, self._variant,
-            num_threads(),
+            x.data_ptr(), None if gate is None else gate.data_ptr(), self._address, out.data_ptr(), outer * inner,
+            inner, stride, width, self._eps, self._variant, num_threads(),
         )  # fmt: skip
         return out
 

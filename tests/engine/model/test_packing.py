@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from kvstore.engine.model import packing
 from kvstore.engine.model.packing import (
+    FusedGatedNorm,
     FusedRMSNorm,
     PackedLinear,
     ProjectionSlice,
@@ -21,6 +24,7 @@ from kvstore.engine.model.packing import (
     packs_weights,
 )
 from tests.support.models import ARCHITECTURES, make_model
+from tests.support.native import needs_compiler
 from tests.support.packed import small_weights_packed
 
 NAMES = ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Gemma2", "Gemma3", "Cohere", "Glm4", "GPTNeoX", "Olmo2",
@@ -200,6 +204,29 @@ def test_norm_that_computes_something_else_stays() -> None:
     model = nn.Sequential(OddRMSNorm(64).requires_grad_(False))
     pack(model, for_cpu=True)
     assert count(model, FusedRMSNorm) == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_norm_is_one_pass_and_computes_the_same(dtype) -> None:
+    norm = modeling_qwen3_5.Qwen3_5RMSNormGated(48).to(dtype).requires_grad_(False)
+    norm.weight.copy_(torch.linspace(0.5, 2, 48))
+    model = nn.ModuleList([norm])
+    pack(model, for_cpu=True)
+    assert count(model, FusedGatedNorm) == 1
+    x, gate = torch.randn(70, 48).to(dtype), 5 * torch.randn(70, 48).to(dtype)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(model[0](x, gate), norm(x, gate), rtol=close, atol=close)
+    strided = gate.t().contiguous().t()
+    torch.testing.assert_close(model[0](x, strided), norm(x, gate), rtol=close, atol=close)
+
+
+def test_a_norm_of_what_was_gated_before_stays() -> None:
+    norm = modeling_mamba2.MambaRMSNormGated(64).requires_grad_(False)
+    norm.weight.copy_(torch.linspace(0.5, 2, 64))
+    model = nn.ModuleList([norm])
+    pack(model, for_cpu=True)
+    assert model[0] is norm
 
 
 def test_nothing_to_pack_with_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
