@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -205,6 +205,16 @@ class LlamaShape:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int = 4096
+
+    def with_layers(self, num_layers: int) -> "LlamaShape":
+        """The same with so many layers, and as large a part of the vocabulary, which stays a multiple of 64."""
+        size = self.vocab_size * num_layers // self.num_layers // 64 * 64
+        return replace(self, num_layers=num_layers, vocab_size=size)
+
+
+QWEN_HYBRID = LlamaShape(  # Qwen 3.5 0.8B
+    hidden_size=1024, num_layers=24, num_heads=8, num_kv_heads=2, intermediate_size=3584, vocab_size=248320
+)
 
 
 @contextmanager

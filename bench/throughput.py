@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import (
+    QWEN_HYBRID,
     LlamaShape,
     Report,
     alternate,
@@ -32,9 +33,6 @@ PROMPT_TOKENS, DECODE_TOKENS = 128, 64
 NUM_RUNNING = 64  # requests running at once when the scheduler's cost is measured
 MODEL_M = LlamaShape(
     hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, intermediate_size=2400, vocab_size=16384
-)
-QWEN = LlamaShape(
-    hidden_size=1024, num_layers=24, num_heads=8, num_kv_heads=2, intermediate_size=3584, vocab_size=248320
 )
 
 
@@ -54,7 +52,7 @@ class Asked:
 
 SHAPES = {
     "m": Asked(MODEL_M, random_llama, 1.1, {1: 1.3, 8: 1.5}),
-    "qwen3.5-0.8b": Asked(QWEN, random_qwen_hybrid, 1.0, {1: 1.3, 8: 3.0}, 32, 16),
+    "qwen3.5-0.8b": Asked(QWEN_HYBRID, random_qwen_hybrid, 1.0, {1: 1.3, 8: 3.0}, 32, 16),
 }
 
 
@@ -198,9 +196,7 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
     repeats = 2 if parsed.quick else parsed.repeats
     asked = SHAPES[parsed.shape]
     if parsed.layers:
-        whole = asked.shape
-        size = whole.vocab_size * parsed.layers // whole.num_layers
-        asked = replace(asked, shape=replace(whole, num_layers=parsed.layers, vocab_size=size))
+        asked = replace(asked, shape=asked.shape.with_layers(parsed.layers))
     with asked.made(asked.shape) as (folder, num_parameters):
         print(f"{parsed.shape}: {num_parameters / 1e6:.1f} million parameters, bf16", file=sys.stderr, flush=True)
         peer = load_peer(folder)

@@ -1,7 +1,8 @@
 """How long does a returning turn wait, by the tier that holds its history, and what does saving cost?
 
 One process, alternating, medians. Model L is a random Qwen 2 of 0.5B's shape in bf16, made at the start and removed at
-the end. Every measured turn is checked: its history must have come from the tier under which it is counted.
+the end; with --shape qwen3.5-0.8b a model with states, in the sizes of Qwen 3.5 0.8B. Every measured turn is checked:
+its history must have come from the tier under which it is counted.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import (
+    QWEN_HYBRID,
     LlamaShape,
     Report,
     alternate,
@@ -25,6 +27,7 @@ from bench.common import (
     median,
     random_prompts,
     random_qwen,
+    random_qwen_hybrid,
     run,
     say,
     spread,
@@ -35,6 +38,7 @@ MODEL_L = LlamaShape(
     hidden_size=896, num_layers=24, num_heads=14, num_kv_heads=2, intermediate_size=4864, vocab_size=151936
 )
 SMALL = LlamaShape(hidden_size=256, num_layers=12, num_heads=4, num_kv_heads=4, intermediate_size=768, vocab_size=8192)
+SHAPES = {"l": (MODEL_L, random_qwen), "qwen3.5-0.8b": (QWEN_HYBRID, random_qwen_hybrid)}
 WINDOW = 4096
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 64
 GOALS = {"cpu": 1.15, "disk": 1.4}  # TTFT relative to a hit in HBM
@@ -64,12 +68,14 @@ class Person:
     rng: random.Random
     salts: Any = field(default_factory=itertools.count)
 
-    def turn_s(self, tier: str | None, salt: str = "") -> float:
-        """TTFT of one turn. Raises RuntimeError unless its history came from `tier`; None: from nowhere."""
+    def turn_s(self, tier: str | None, salt: str = "", num_new: int | None = None) -> float:
+        """TTFT of one turn. Raises RuntimeError unless its history came from `tier`; None: from nowhere. num_new:
+        another length of the message.
+        """
         from kvstore import SamplingParams
 
         vocab_size = self.engine.facts.vocab_size
-        prompt = self.history + [self.rng.randrange(1, vocab_size) for _ in range(self.num_new)]
+        prompt = self.history + [self.rng.randrange(1, vocab_size) for _ in range(num_new or self.num_new)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         output = self.engine.generate([prompt], params, cache_salt=salt)[0]
         found = {name: count for name, count in asdict(output.usage.cached_tokens_details).items() if count}
@@ -82,15 +88,24 @@ class Person:
     def cold_s(self) -> float:
         return self.turn_s(None, salt=f"cold-{next(self.salts)}")
 
+    def keep(self, salt: str = "") -> None:
+        """Bring the history into every tier by a turn that ends with it: a state is only kept where one ends."""
+        self.turn_s("any", salt, num_new=1)
+        self.engine.flush()
+
     def hit_s(self, tier: str) -> float:
         """Bring the history into every tier, drop it from those above `tier`, and measure a turn."""
-        self.turn_s("any")
-        self.engine.flush()
+        states = self.engine.loop.scheduler.manager.states
+        # A state that was loaded is not kept in HBM, so there it must be computed again.
+        salt = f"kept-{time.monotonic_ns()}" if tier == "hbm" and states is not None else ""
+        self.keep(salt)
         if tier != "hbm":
             self.engine.loop.call(self.engine.loop.pool.evict_all)
+            if states is not None:
+                self.engine.loop.call(states.reset)
         if tier == "disk":
             self.evict_cpu()
-        return self.turn_s(tier)
+        return self.turn_s(tier, salt)
 
     def evict_cpu(self) -> None:
         """Empty only the CPU tier. The engine has no verb for this, as its eviction includes the disk."""
@@ -159,8 +174,7 @@ class Bench:
 
     def restarts(self, person: Person, recompute_s: float) -> None:
         """Measure after real restarts: each closes the engine and opens a new one on the same store."""
-        person.turn_s("any")
-        person.engine.flush()
+        person.keep()
         found: dict[str, list[float]] = {"warm": [], "cold": []}
         hbm: dict[str, list[float]] = {"warm": [], "cold": []}
         how: str | None = None
@@ -271,17 +285,19 @@ def _generate(person: Person, prompts: list[list[int]], num_tokens: int) -> tupl
 
 def body(parsed: argparse.Namespace, report: Report) -> None:
     plan = Plan(parsed.history, parsed.new, parsed.repeats, parsed.restarts, num_prefills=3)
-    shape = MODEL_L
+    shape, made = SHAPES[parsed.shape]
+    if parsed.layers:
+        shape = shape.with_layers(parsed.layers)
     if parsed.quick:
-        shape = SMALL
+        shape, made = SMALL, random_qwen
         plan = Plan(min(parsed.history, 512), parsed.new, min(parsed.repeats, 3), 1, num_prefills=1)
     with ExitStack() as stack:
         store = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-bench-", dir=parsed.dir)))
         model, dtype = parsed.model, "auto"
         if model is None:
-            folder, num_parameters = stack.enter_context(random_qwen(shape))
+            folder, num_parameters = stack.enter_context(made(shape))
             model, dtype = str(folder), "bfloat16"
-            say(f"random Qwen 2 of {num_parameters / 1e6:.0f} million parameters, bf16")
+            say(f"random model of {num_parameters / 1e6:.0f} million parameters, bf16")
         bench = Bench(model, dtype, store / "store", plan, report)
         plain = bench.person({"hbm": "512MiB"})
         stack.callback(plain.engine.close)
@@ -298,6 +314,8 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
 def main() -> int:
     parser = arguments("ttft", __doc__.split("\n")[0])
     parser.add_argument("--model", metavar="DIR", help="measure this model instead of the random one")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="l", help="the random model's (default: l)")
+    parser.add_argument("--layers", type=int, help="so many of them, and as large a part of the vocabulary: in a hurry")
     parser.add_argument("--history", type=int, default=2048, metavar="N", help="tokens of history (default: 2048)")
     parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens of the new message (default: 64)")
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each kind (default: 7)")
