@@ -185,7 +185,7 @@ def _rounded(network: Any, cache: Any, token_ids: torch.Tensor) -> Any:
     ]
     for state, tensor in held:
         tensor.copy_(state)
-    pool.unpack(0, pool.packed(0))
+    pool.unpack([0], pool.packed([0]))
     for state, tensor in held:
         state.copy_(tensor)
     return cache

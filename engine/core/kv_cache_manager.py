@@ -53,6 +53,11 @@ class KVCacheManager:
         self._holdings, self._window_blocks = holdings, window_blocks
         self._bare: set[int] = set()  # blocks that were loaded without the KV of layers with a window
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether a request can begin behind some blocks only."""
+        return self.states is not None or self._window_blocks > 0
+
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -361,7 +366,7 @@ class RequestBlocks:
         if num_cached >= num_had or request.loss is not None or request.num_preemptions:
             return
         block_id = request.chain[num_cached // size]
-        if self.manager.states is not None and self.manager.pool.lookup(block_id) is not None:
+        if self.manager.pool.lookup(block_id) is not None and self.manager.keeps_checkpoints:
             loss = Loss("no_checkpoint", "hbm")
         elif request.may_load:
             loss = self.connector.why_missing(request.request_id, block_id, request.had_s)

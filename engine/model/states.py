@@ -84,20 +84,23 @@ class StatePool:
             self.tensors.setdefault(part.layer, []).append((part, _part_of(self.rows, part)))
         self._spec, self._stored = spec, spec.stored
 
-    def packed(self, slot: int) -> Tensor:
-        """The state as it is stored, [num_bytes] uint8: its own memory, unless it is stored in another dtype."""
+    def packed(self, slots: Sequence[int]) -> Tensor:
+        """A copy of states as they are stored, [num_states, num_bytes] uint8."""
         if self._spec.stored_dtype is None:
-            return self.rows[slot]
-        packed = torch.zeros(self._stored.num_bytes, dtype=torch.uint8, device=self.rows.device)
+            return self.rows[list(slots)]
+        packed = self.blank(len(slots)).zero_()
         for part, stored in zip(self._spec.parts, self._stored.parts, strict=True):
-            _part_of(packed, stored).copy_(_part_of(self.rows[slot], part))
+            _part_of(packed, stored).copy_(_part_of(self.rows[list(slots)], part))
         return packed
 
-    def unpack(self, slot: int, packed: Tensor) -> None:
-        """Take in what `packed` gave, after it was overwritten with a stored state."""
-        if self._spec.stored_dtype is not None:
+    def blank(self, num_states: int) -> Tensor:
+        return torch.empty(num_states, self._stored.num_bytes, dtype=torch.uint8, device=self.rows.device)
+
+    def unpack(self, slots: Sequence[int], packed: Tensor) -> None:
+        """Take in what is packed."""
+        for slot, own in zip(slots, packed, strict=True):
             for part, stored in zip(self._spec.parts, self._stored.parts, strict=True):
-                _part_of(self.rows[slot], part).copy_(_part_of(packed, stored))
+                _part_of(self.rows[slot], part).copy_(_part_of(own, stored))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states, one after the other: (source, destination)."""

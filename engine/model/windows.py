@@ -11,19 +11,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvstore.kernels.paged_batch import to_device
+
 
 class WindowStates:
     """`States` whose rows are HBM blocks. caches: of the layers with a window."""
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._caches = [cache for pair in caches for cache in pair]
+        self._sizes = [cache[0].nbytes for cache in self._caches]
 
-    def packed(self, row: int) -> Tensor:
-        """A copy of the block's KV, layer by layer, [num_bytes] uint8."""
-        return torch.cat([cache[row].reshape(-1).view(torch.uint8) for cache in self._caches])
+    def packed(self, rows: Sequence[int]) -> Tensor:
+        """A copy of the blocks' KV, layer by layer, [num_blocks, num_bytes] uint8."""
+        where = self._where(rows)
+        return torch.cat([cache[where].flatten(1).view(torch.uint8) for cache in self._caches], 1)
 
-    def unpack(self, row: int, packed: Tensor) -> None:
-        """Take in what `packed` gave, after it was overwritten."""
-        parts = packed.split([cache[row].nbytes for cache in self._caches])
-        for cache, part in zip(self._caches, parts, strict=True):
-            cache[row].copy_(part.view(cache.dtype).view(cache.shape[1:]))
+    def blank(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, sum(self._sizes), dtype=torch.uint8, device=self._caches[0].device)
+
+    def unpack(self, rows: Sequence[int], packed: Tensor) -> None:
+        """Take in what is packed."""
+        where = self._where(rows)
+        for cache, part in zip(self._caches, packed.split(self._sizes, 1), strict=True):
+            cache[where] = part.contiguous().view(cache.dtype).view(-1, *cache.shape[1:])
+
+    def _where(self, rows: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(rows), self._caches[0].device)

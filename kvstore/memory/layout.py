@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -73,12 +74,16 @@ class KVLayout:
 class States(Protocol):
     """The engine's states, in rows: of requests, or of HBM blocks."""
 
-    def packed(self, row: int, /) -> torch.Tensor:
-        """One as it is stored, [state_bytes] uint8; the same memory, or a copy."""
+    def packed(self, rows: Sequence[int], /) -> torch.Tensor:
+        """A copy of some as they are stored, [num_rows, state_bytes] uint8."""
         ...
 
-    def unpack(self, row: int, packed: torch.Tensor, /) -> None:
-        """Take in what `packed` gave, after it was overwritten."""
+    def blank(self, num_rows: int, /) -> torch.Tensor:
+        """The same of no states yet."""
+        ...
+
+    def unpack(self, rows: Sequence[int], packed: torch.Tensor, /) -> None:
+        """Take in states as they are stored."""
         ...
 
 

@@ -32,6 +32,7 @@ from kvstore.stats import Histogram
 # Portable: pinned for every CUDA context of the process. Mapped: kernels read and write it over the bus. Where the
 # device shares its addresses with the host, both are the default; here they are needed, so they are asked for.
 _REGISTER_FLAGS = 1 | 2
+STATE_GROUP_BYTES = 64 << 20  # of states that are packed at a time
 SMALL_STEP_TOKENS = 64  # steps of at most so many tokens are saved in one go, when their forward has ended
 
 
@@ -104,26 +105,39 @@ class Arena:
             self.tensor[arena_block].zero_()
 
     def load_states(self, pieces: Sequence[StatePiece], states: States) -> None:
-        """Load states, each from all of its pieces in their order, in the current stream."""
-        for row, own in groupby(pieces, lambda piece: piece.row):
-            packed = states.packed(row)
-            for part, memory in self._parts(packed, own):
+        """Load states, each from all of its pieces, in the current stream."""
+        for rows, some in self._grouped(pieces):
+            packed = states.blank(len(rows))
+            for part, memory in self._parts(packed, rows, some):
                 part.copy_(memory[: len(part)], non_blocking=True)
-            states.unpack(row, packed)
+            states.unpack(rows, packed)
 
     def save_states(self, pieces: Sequence[StatePiece], states: States) -> None:
         """The other way round. Nothing of what was there before is left."""
-        for row, own in groupby(pieces, lambda piece: piece.row):
-            for part, memory in self._parts(states.packed(row), own):
+        for rows, some in self._grouped(pieces):
+            for part, memory in self._parts(states.packed(rows), rows, some):
                 memory[: len(part)].copy_(part, non_blocking=True)
                 if len(part) < len(memory):
                     memory[len(part) :].zero_()
 
-    def _parts(self, packed: torch.Tensor, pieces: Iterable[StatePiece]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each piece's part of a packed state, and its arena block, both uint8. The last part may be shorter."""
-        size = self.layout.block_bytes
+    def _grouped(self, pieces: Sequence[StatePiece]) -> Iterator[tuple[list[int], list[StatePiece]]]:
+        """Rows that are moved together, and their pieces."""
+        of_row: dict[int, list[StatePiece]] = {}
         for piece in pieces:
-            yield packed[piece.index * size : (piece.index + 1) * size], self.rows[piece.arena_block]
+            of_row.setdefault(piece.row, []).append(piece)
+        rows, most = list(of_row), max(1, STATE_GROUP_BYTES // self.layout.state_bytes)
+        for first in range(0, len(rows), most):
+            some = rows[first : first + most]
+            yield some, [piece for row in some for piece in of_row[row]]
+
+    def _parts(
+        self, packed: torch.Tensor, rows: Sequence[int], pieces: Iterable[StatePiece]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each piece's part of packed states, and its arena block, both uint8. A state's last part may be shorter."""
+        size, place = self.layout.block_bytes, {row: number for number, row in enumerate(rows)}
+        for piece in pieces:
+            part = packed[place[piece.row], piece.index * size : (piece.index + 1) * size]
+            yield part, self.rows[piece.arena_block]
 
     def splice(self, pieces: Sequence[tuple[int, int, int, int, int]], states: Sequence[SplicedState] = ()) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens); and make

@@ -44,7 +44,7 @@ def choose(request: Tracked, planner: Planner, reads: TierReads | None) -> LoadC
         return LoadChoice(Way.LOAD)
     wanted, front = request.wanted, request.wanted.front
     num_ahead = reads.num_before(request.rank, reads.exact)
-    unread, num_state = wanted.back - front, request.num_state_blocks
+    unread, num_state = wanted.back - front, request.num_blocks_of_states
     slow = 0, 0
     if reads.believed is not None:
         num_remote = sum(request.tier_at_arrival(index) == reads.believed for index in range(front, wanted.back))
@@ -77,6 +77,8 @@ class Matcher:
         if self._requests.is_asking(request, True):
             return _PENDING
         if self._requests.keeps_states:
+            if request.restored is not None and first >= request.border:  # HBM has got more than that meanwhile
+                self._requests.let_go(request)
             if first != request.num_hbm_blocks and not request.wanted.is_begun:
                 self._requests.find_state(request, first)
             if request.is_computed or request.restored is None:
@@ -125,7 +127,7 @@ class Matcher:
             end = request.border
         num_tokens = (end - first) * self._requests.block_size
         self._requests.join(request)
-        if num_tokens and (request.is_spliced or self._planner.should_load(num_tokens, request.num_state_blocks)):
+        if num_tokens and (request.is_spliced or self._planner.should_load(num_tokens, request.num_blocks_of_states)):
             return Match(Lookup.HIT, num_tokens)
         if request.restored is not None:
             return self._compute(request)
@@ -240,11 +242,11 @@ class KVStore:
         self.steps.add_loads(self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size))
 
     def save_states(self, request: Tracked, states: Sequence[tuple[int, int]]) -> TransferPlan | None:
-        """Plan to save states of a request that has ended, each behind so many of its tokens, as it is in its row; None
-        if all are stored, or cannot be.
+        """Plan to save states of a request that leaves, each behind so many of its tokens, as it is in its row; None if
+        all are stored, or cannot be. If there is too little room, those at its end come first.
         """
         size, new = self.stored.block_size, list[tuple[int, list[BlockRecord]]]()
-        for num_tokens, row in states:
+        for num_tokens, row in reversed(states):
             records = self.stored.state_records(request, num_tokens // size)
             if self.stored.holds(records[-1].block_id):
                 continue
@@ -263,22 +265,25 @@ class KVStore:
         return plan
 
     def _delete_old_states(self, request: Tracked, borders: set[int]) -> None:
-        """Delete the states of a chain but for those that are needed at these borders, where its system prompt ends,
-        where the turn before ended, and where other chains leave it. If nobody says where turns end, those before stay.
+        """Delete the states of a chain but for these, those that are needed where its system prompt and the turn before
+        end, and in its first turn where other chains leave it. If nobody says where turns end, a few before these stay.
         """
         size, span, starts = self.stored.block_size, self.stored.state_span, request.turn_starts
-        ends = {*borders, *(start // size for start in (*starts[:1], *starts[-1:]))}
-        kept = {one for end in ends if end + 1 not in borders for one in range(end - span - SLACK_BLOCKS, end)}
+        kept = {border - 1 for border in borders}
+        for end in {start // size for start in (*starts[:1], *starts[-1:])}:
+            kept.update(range(end - span - SLACK_BLOCKS, end))
+        shared = starts[1] // size if len(starts) > 1 else len(request.chain)
         num_more = 0 if starts else span
-        known = starts[-3] // size - span - SLACK_BLOCKS if len(starts) > 2 else 0  # before it, the last turn did this
-        for number in range(max(borders) - 1, max(known, 0) - 1, -1):
-            if self.stored.is_fork(request.chain[number]):
+        first = max(0, starts[-3] // size - span - SLACK_BLOCKS) if len(starts) > 2 else 0  # older ones are gone
+        for number in range(max(borders) - 1, first - 1, -1):
+            if number in kept or not self.stored.has_state(request.chain[number]):
+                continue
+            if number < shared and self.stored.is_fork(request.chain[number]):
                 kept.update(range(number + 1 - span, number + 1))
-            if number not in kept and self.stored.has_state(request.chain[number]):
-                num_more -= 1
-                if num_more < 0:
-                    records = self.stored.state_records(request, number + 1)
-                    self._delete_state([record.block_id for record in records])
+                continue
+            num_more -= 1
+            if num_more < 0:
+                self._delete_state([one.block_id for one in self.stored.state_records(request, number + 1)])
 
     def _delete_state(self, block_ids: Sequence[BlockId]) -> None:
         """Delete the blocks of a state on every tier."""

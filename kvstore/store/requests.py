@@ -97,8 +97,8 @@ class Tracked(ChainContent):
         return 0 if self.restored is None else self.restored.border
 
     @property
-    def num_state_blocks(self) -> int:
-        """The number of blocks of the states that it begins with."""
+    def num_blocks_of_states(self) -> int:
+        """Of those that it begins with."""
         return 0 if self.restored is None else len(self.restored.chain) - self.restored.border
 
     def tier_at_arrival(self, index: int) -> str | None:
@@ -152,7 +152,9 @@ class Requests:
         self.look_again(request)
         request.num_told = len(request.tiers)
         if request.conversation is not None:
-            self._stored.claim(request.loads.chain, request.lineage, request.conversation)
+            self._stored.claim(request.chain[: request.border or None], request.lineage, request.conversation)
+            if request.restored is not None:
+                self._stored.claim_states(request.restored, request.conversation)
 
     def look_again(self, request: Tracked) -> bool:
         """Check whether more of its blocks are known to be stored by now. Reads that have begun stay as they are."""

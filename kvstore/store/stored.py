@@ -157,7 +157,9 @@ class DiskContents:
         entry = IndexEntry(
             record.block_id, parent_id, stored_bytes, record.created_s, self._clock(), record.model, record.tenant
         )
-        self.index.add(entry, conversation)
+        self.index.add(entry, None if record.is_state else conversation)
+        if record.is_state and conversation is not None:  # one of several branches that it ends
+            self.index.claim([record.block_id], conversation, keeps_pin=True)
         if self._holdings is not None:
             self._holdings.stored_record(Place.DISK, record)
 
@@ -335,9 +337,9 @@ class Restorable(ChainContent):
         return self.border - num_states + (index - self.border) // self.num_state_blocks
 
     def parent(self, index: int) -> BlockId:
-        if index < self.border or (index - self.border) % self.num_state_blocks:
-            return ChainContent.parent(self, index)
-        return self.chain[self.owner(index)]
+        if index < self.border:
+            return self.lineage.parent(self.chain, index)
+        return self.chain[index - 1 if (index - self.border) % self.num_state_blocks else self.owner(index)]
 
     def states(self) -> Iterator[list[BlockId]]:
         """The blocks of each state."""
@@ -362,9 +364,8 @@ class StoredBlocks:
         chain = content.chain[:border]
         for block_id in chain[max(0, border - self.state_span) :]:
             chain += state_chain(block_id, self.num_state_blocks, self.block_size)
-        num_tokens = border * self.block_size
-        tokens = bytes(content.tokens[: num_tokens * TOKEN_BYTES])
-        tokens += NO_TOKENS * (len(chain) * self.block_size - num_tokens)
+        tokens = bytes(content.tokens[: border * self.block_size * TOKEN_BYTES])
+        tokens += NO_TOKENS * self.block_size * (len(chain) - border)
         return Restorable(chain, tokens, content.lineage, content.tenant, border, self.num_state_blocks)
 
     def state_records(self, content: ChainContent, border: int) -> list[BlockRecord]:

@@ -68,12 +68,12 @@ def read_plan(network: Any) -> dict[str, Division]:
     name, plan = type(network).__name__, getattr(network, "tp_plan", None) or {}
     if not any(pattern.startswith(f"{network.base_model_prefix}.") for pattern in plan):
         raise UnsupportedModelError(f"{name} has no plan of tensor parallelism", WHOLE_LAYERS)
-    if any(getattr(network.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
-        raise UnsupportedModelError(f"{name} cuts activations off by the spread of all of a layer", WHOLE_LAYERS)
     for pattern, style in plan.items():
         if style not in STYLES or pattern.endswith("bias"):
             why = f"the plan of {name} divides {pattern} as {style}, which is not known here"
             raise UnsupportedModelError(why, WHOLE_LAYERS)
+    if any(getattr(network.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
+        raise UnsupportedModelError(f"{name} cuts activations off by the spread of all of a layer", WHOLE_LAYERS)
     return {pattern: STYLES[style] for pattern, style in plan.items()}
 
 

@@ -2,6 +2,8 @@
 test_families.py.
 """
 
+import threading
+
 import pytest
 import torch
 
@@ -9,10 +11,12 @@ from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.engine.model.states import StatePool
 from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError
-from tests.support.engines import greedy, open_engine, tokens
+from tests.support.by_hand import by_hand
+from tests.support.engines import chain_of, evict_hbm, greedy, open_engine, tokens
 from tests.support.faults import reads_that
 from tests.support.models import ARCHITECTURES_WITH_STATES, ARCHITECTURES_WITH_WINDOWS, check_answer, network_of
 from tests.support.redis_server import wait_for_answers
+from tests.support.waiting import TIMEOUT_S
 
 BLOCK = 16
 
@@ -63,7 +67,7 @@ def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
         pool: StatePool = engine.loop.runner.states
         used = int(pool.rows.any(dim=1).nonzero()[0])
         exact = pool.rows[used].clone()
-        pool.unpack(used, pool.packed(used))
+        pool.unpack([used], pool.packed([used]))
         tensors = [tensor[used].float() for pairs in pool.tensors.values() for _, tensor in pairs]
         engine.flush()
     assert any(tensor.any() for tensor in tensors)
@@ -257,3 +261,60 @@ def test_each_choice_goes_on_from_its_own_checkpoint_though_hbm_has_blocks_that_
             (again,) = engine.generate([PROMPTS[0] + choice.token_ids + tokens(9, 4)], greedy(4))
             assert again.usage.cached_tokens >= 64
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3", "GptOss"])
+def test_the_last_turn_is_answered_again_from_the_turn_before(family, saved_model, tmp_path):
+    """Turns are shorter than a window, so that windows overlap."""
+    own = {} if family == "Qwen3_5Text" else {"sliding_window": 100}
+    model = saved_model(family, tokenizer=True, **own)
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        chat = engine.chat("red", system="You answer in one word.")
+        for _ in range(5):
+            chat.send("And what is that, if I may ask?", greedy(20))
+        ids, starts = list(chat.token_ids), list(chat.window.turn_starts)
+        engine.flush()
+    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        (again,) = engine.generate([ids[: starts[-1]] + tokens(3, 20)], greedy(4))
+        engine.check_integrity()
+    assert starts[-1] - again.usage.cached_tokens_details.disk <= 3 * BLOCK
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
+def test_a_request_goes_on_in_hbm_once_that_has_more_than_it_waits_for(family, saved_model, tmp_path):
+    model, asked, read = saved_model(family, max_position_embeddings=1024), tokens(1, 100), threading.Event()
+    options = {"path": tmp_path, "cpu": "16MiB", "disk": "64MiB", "hbm": "16MiB"}
+    with opened(model, **options) as engine:
+        (first,) = engine.generate([asked], greedy(100))
+        engine.flush()
+    with opened(model, path=tmp_path / "other", cpu="16MiB", disk="64MiB", hbm="16MiB") as engine:
+        (longer,) = engine.generate([asked], greedy(160))
+    assert longer.token_ids[:100] == first.token_ids
+    with by_hand(opened(model, **options)) as engine, reads_that(lambda: read.wait(TIMEOUT_S)):
+        ahead = engine.submit(asked, greedy(160))
+        behind = engine.submit(asked + longer.token_ids[:150] + tokens(2, 5), greedy(4))
+        try:
+            while behind.output.finish_reason is None:
+                engine.step()
+        finally:
+            read.set()
+        assert longer.token_ids[: len(ahead.output.token_ids)] == ahead.output.token_ids
+        assert behind.output.usage.cached_tokens >= 192, "though no read has ended"
+
+
+def test_a_pin_keeps_a_window_that_is_still_on_its_way_to_the_disk(saved_model, tmp_path):
+    model = saved_model("Gemma3", max_position_embeddings=1024, sliding_window=100)
+    with opened(model, hbm="2MiB", path=tmp_path, cpu=0, disk="4MiB") as engine:
+        store, asked = engine.connector.parts.store, tokens(1, 300)
+        (made,) = engine.generate([asked], greedy(20))
+        history = asked + made.token_ids
+        chain = chain_of(engine, history[:-1])
+        with engine.connector.parts.lock:
+            store.pin(chain, 3600.0, None, None)
+        engine.flush()
+        for seed in range(100, 140):
+            engine.generate([tokens(seed, 250)], greedy(4))
+        engine.flush()
+        evict_hbm(engine)
+        (again,) = engine.generate([history + tokens(6, 20)], greedy(4))
+    assert again.usage.cached_tokens_details.disk >= 300
