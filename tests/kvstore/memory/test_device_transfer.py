@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -93,7 +94,9 @@ def part():
 def states_of(part):
     """Two states, each of one and a half blocks."""
     states = torch.arange(2 * 3 * part.arena.layout.block_bytes // 2, dtype=torch.int64).to(torch.uint8).view(2, -1)
-    part.transfer.register(part.caches, SimpleNamespace(packed=states.__getitem__, unpack=lambda row, packed: None))
+    part.arena.layout = replace(part.arena.layout, state_bytes=states.shape[1])
+    rows = {"packed": states.__getitem__, "blank": lambda count: torch.empty_like(states[:count])}
+    part.transfer.register(part.caches, SimpleNamespace(**rows, unpack=states.__setitem__))
     return states
 
 
