@@ -345,7 +345,7 @@ def test_what_is_said_is_right_and_what_is_stored_is_closed_under_parents(model,
     stems = [tokens(seed, 120) for seed in range(110, 116)]
     options = {"hbm": 20 * LLAMA_BLOCK_BYTES, "max_num_batched_tokens": 64, "max_num_seqs": 6}
     with before_each_save(unreliable), by_hand(open_engine(model, store, cpu=cpu, disk=disk, **options)) as engine:
-        for _ in range(7):
+        for number in range(50):  # in some, all reads come so late that nobody is preempted
             handles = []
             for _ in range(rng.randrange(1, 7)):
                 prompt = [*rng.choice(stems)[: rng.randrange(10, 120)], rng.randrange(3)]
@@ -367,6 +367,8 @@ def test_what_is_said_is_right_and_what_is_stored_is_closed_under_parents(model,
             settle(engine)
             check_closed(engine, {engine.facts.root("")})
             assert num_cpu_blocks == 0 or engine.stats()["cpu"]["cached_blocks"] <= num_cpu_blocks
+            if number >= 6 and engine.loop.scheduler.roster.num_preemptions > 0:
+                break
         assert engine.loop.scheduler.roster.num_preemptions > 0
 
 
