@@ -21,6 +21,7 @@ from kvstore.sessions.shared.connection import RefusedReply, SessionConnection
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 PORTS = range(10_000, 32_000)  # below those that the kernel gives to whoever wants just any
+BUS = 10_000  # a node of a Cluster listens on a second port, so much higher
 
 
 def free_port(num: int = 1) -> int:
@@ -29,6 +30,13 @@ def free_port(num: int = 1) -> int:
         first = random.SystemRandom().choice(PORTS)
         if all(_is_reserved(first + index) for index in range(num)):
             return first
+
+
+def _cluster_port() -> int:
+    while True:
+        port = free_port()
+        if port + BUS in PORTS and _is_reserved(port + BUS):
+            return port
 
 
 def _is_reserved(port: int) -> bool:
@@ -60,7 +68,7 @@ class RedisServer:
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         if program is None:
             pytest.skip("neither redis-server nor valkey-server is installed")
-        self.port, self.scheme = free_port(), scheme
+        self.port, self.scheme = _cluster_port() if "--cluster-enabled" in options else free_port(), scheme
         port = ["--port", str(self.port)] if scheme == "redis" else ["--port", "0", "--tls-port", str(self.port)]
         self._command = [program, *port, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
         self._process: subprocess.Popen[bytes] | None = None
