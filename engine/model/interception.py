@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, compress
 from typing import Any, Protocol
 
@@ -145,9 +146,7 @@ class ModelSpec:
     num_parts: int = 1  # ranks that share its KV heads
     own_layers: range | None = None  # the layers that this rank has, None for all
     state: StateSpec | None = None  # what layers without KV keep of a request, None if there are none
-    windows: tuple[
-        int | None, ...
-    ] = ()  # of the layers, if KV below HBM is to end with them; None: of the whole context
+    windows: tuple[int | None, ...] = ()  # of the layers, None: the whole context; empty if all KV is to be stored
 
     @property
     def layers(self) -> range:
@@ -157,9 +156,7 @@ class ModelSpec:
     @property
     def numbers(self) -> list[int | None]:
         """For each layer of this rank its number among those whose KV is stored for all tokens; None if it is not."""
-        windows = self.windows or (None,) * len(self.layers)
-        full = accumulate((window is None for window in windows), initial=0)
-        return [number if window is None else None for number, window in zip(full, windows, strict=False)]
+        return _numbers(self.windows or (None,) * len(self.layers))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -169,6 +166,12 @@ class ModelSpec:
     def hbm_bytes_per_token(self) -> int:
         """The bytes of a token in this rank's pool."""
         return self.kv_bytes_per_token * len(self.layers) // len(self.shapes) // self.num_parts
+
+
+@lru_cache(maxsize=4)  # asked for in every step
+def _numbers(windows: tuple[int | None, ...]) -> list[int | None]:
+    full = accumulate((window is None for window in windows), initial=0)
+    return [number if window is None else None for number, window in zip(full, windows, strict=False)]
 
 
 def run_step(
@@ -214,11 +217,11 @@ class PagedStep:
     caches: KVCaches
     rotations: Sequence[Rotation | None]  # per layer of this rank, at this step's positions
     connector: LayerConnector
+    numbers: Sequence[int | None]  # of these layers, to the connector; None: it does not move them
     sample_rows: Tensor | None = None  # [num_samples], if `pruned_layer` computes the output of only these
     pruned_layer: int | None = None
     decode: DecodeStep | None = None  # computes single tokens on a CPU, as far as it can
     first_layer: int = 0  # caches and rotations count layers from this one
-    numbers: Sequence[int | None] = ()  # of these layers, to the connector; None: it does not move them
     saved: set[int] = field(default_factory=set)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -324,7 +327,7 @@ class PositionFreeModel:
         rotations = [None if r is None else at[id(r)] for r in own]
         decode = decode_step(batch, caches, rotations)
         pruned = self._pruned(token_ids, sample_tokens)
-        step = PagedStep(batch, caches, rotations, connector, *pruned, decode, layers.start, self.spec.numbers)
+        step = PagedStep(batch, caches, rotations, connector, self.spec.numbers, *pruned, decode, layers.start)
         with torch.cuda.device_of(token_ids):  # Triton launches on the current device; without effect on a CPU
             out = run_step(self.network, token_ids, positions, step, sample_tokens)
         pipeline: Pipeline | None = self.network.kvstore_carrier.pipeline
