@@ -57,6 +57,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     steps_in_flight: int = 1  # in a pipeline: each takes its share of the running requests, and none twice
     num_state_slots: int = 0  # for the states of a model that keeps some beside its KV
+    checkpoint_tokens: int = 0  # that have KV of as many bytes as a checkpoint of such a model, or a whole window
 
 
 @dataclass(frozen=True, slots=True)

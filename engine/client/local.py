@@ -110,6 +110,8 @@ def open_model(
     if num_slots:  # half of them for checkpoints
         most = min(limits.max_num_seqs, num_slots // 2)
         limits = replace(limits, max_num_seqs=most, num_state_slots=num_slots)
+    num_checkpoint_blocks = model.layout(limits.block_size).checkpoint_blocks
+    limits = replace(limits, checkpoint_tokens=num_checkpoint_blocks * limits.block_size)
     return loaded, model, limits, num_blocks, has_graphs
 
 

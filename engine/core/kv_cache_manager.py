@@ -294,6 +294,7 @@ class RequestBlocks:
         self.manager = manager
         self.connector = connector
         self._has_priorities = config.policy == "priority"
+        self._long = max(config.checkpoint_tokens, config.max_num_batched_tokens) // manager.block_size
 
     def priority(self, request: Request) -> int:
         return request.priority if self._has_priorities else 0
@@ -312,8 +313,17 @@ class RequestBlocks:
         request.conversation = found.conversation
         self.manager.pool.touch(hits, found.conversation)
         if not request.num_preemptions:
-            request.fork = max(len(known), found.num_known_blocks)
+            num_known, num_begun = max(len(known), found.num_known_blocks), len(hits) + len(found.tiers)
+            request.fork = max(num_known, self._halfway(request, num_begun) if num_begun >= num_known else 0)
         request.cached.note_arrival(["hbm"] * len(hits) + list(found.tiers))
+
+    def _halfway(self, request: Request, num_begun: int) -> int:
+        """Half of what a prompt of a model with checkpoints computes behind so many of its blocks, and behind its
+        system prompt; 0 unless computing the other half takes a step or more, and more KV than a checkpoint has bytes.
+        """
+        first = max([num_begun, *(start // self.manager.block_size for start in request.turn_starts[:1])])
+        half = (len(request.chain) - first) // 2
+        return first + half if self.manager.keeps_checkpoints and half > self._long else 0
 
     def free(self, request: Request) -> None:
         """Release the request's blocks, and cancel what it would have loaded."""

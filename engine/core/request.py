@@ -129,7 +129,7 @@ class Request:
     num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
     state: RequestState | None = None  # while it runs, of a model that keeps states
     conversation: Conversation | None = None  # which it continues, as the store has found
-    fork: int = 0  # so many of its blocks were computed before it arrived, whether it can begin behind them or not
+    fork: int = 0  # its blocks up to where it leaves what others have computed, or up to half of its own long prompt
     cached: CachedCount = field(default_factory=CachedCount)  # tokens that were never computed
     ask_at: int | None = None  # ask the store again after so many computed tokens: more may have come
     may_load: bool = True  # a failed load is not tried again

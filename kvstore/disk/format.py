@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ FORMAT_KEY, FORMAT = b"format", b"kvstore blocks 2"
 CREATED_KEY = b"created"
 COUNTER_KEY = b"counter"
 SCAN_BATCH = 4096
+T = TypeVar("T")
 _PAGE_HEADER_BYTES, _NODE_BYTES = 16, 8 + BLOCK_ID_BYTES
 
 
@@ -124,15 +125,15 @@ def unpack_index(
         return None
     parent_id = found.parent_id if ids is None else ids.setdefault(found.parent_id, found.parent_id)
     return IndexEntry(
-        block_id, parent_id, found.stored_bytes, found.created_s, found.last_access_s, _one(found.model),
+        block_id, parent_id, _one(found.stored_bytes), found.created_s, found.last_access_s, _one(found.model),
         _one(found.tenant),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def _one(name: str) -> str:
-    """Intern the name: a million records share a few models."""
-    return name
+def _one(value: T) -> T:
+    """Intern it: a million records share a few models and sizes."""
+    return value
 
 
 def with_access(packed: bytes, now_s: float) -> bytes:

@@ -53,6 +53,11 @@ class KVLayout:
         return -(-self.state_bytes // self.block_bytes)
 
     @property
+    def checkpoint_blocks(self) -> int:
+        """The blocks that a request needs beside its KV to begin somewhere."""
+        return self.num_state_blocks * max(self.window_blocks, 1)
+
+    @property
     def own_rotations(self) -> tuple[Rotation | None, ...]:
         return self.rotations if self.own_layers is None else self.rotations[self.own_layers]
 

@@ -71,12 +71,11 @@ def open_tiered(
     with ExitStack() as opened:
         if opening is not None:
             opened.callback(opening.close)
-        num_state_blocks = layout.num_state_blocks * max(layout.window_blocks, 1)  # that a request needs
-        tiers.check_room(layout.block_bytes, num_state_blocks)
+        tiers.check_room(layout.block_bytes, layout.checkpoint_blocks)
         if layout.num_state_blocks:
             check_shared(tiers)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
-        num_arena_blocks = max(least_arena_blocks + 2 * num_state_blocks, STAGING_BYTES // layout.block_bytes)
+        num_arena_blocks = max(least_arena_blocks + 2 * layout.checkpoint_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
             num_arena_blocks = int(tiers.cpu) // layout.block_bytes
         clock, stats, progress = time.time, StoreStats(losses=Losses(MOST_LOSSES)), StoreProgress()

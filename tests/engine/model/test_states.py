@@ -253,6 +253,21 @@ def test_where_two_prompts_part_there_is_a_checkpoint_from_then_on(family, saved
     assert made.usage.cached_tokens_details.disk == 96
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
+def test_a_long_prompt_has_a_checkpoint_halfway(family, saved_model, tmp_path):
+    """It has one if a half takes more than a step, and more tokens than have KV of a checkpoint's bytes."""
+    model, known = saved_model(family), tokens(7, 240)
+    limits = {"path": tmp_path, "cpu": "8MiB", "disk": "64MiB"}
+    for changed_at, expected in ((0, 0), (180, 112)):
+        asked = known[:changed_at] + tokens(8, 240 - changed_at)
+        with opened(model, **limits) as engine:
+            (made,) = engine.generate([asked], greedy(4))
+            assert made.usage.cached_tokens_details.disk == expected
+            engine.check_integrity()
+            engine.generate([known], greedy(4))
+    check_answer(network_of(model), asked, made.token_ids)
+
+
 def test_each_choice_goes_on_from_its_own_checkpoint_though_hbm_has_blocks_that_were_never_saved(saved_model, tmp_path):
     with opened(saved_model("Qwen3_5Text"), path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
         params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=60, ignore_eos=True)
