@@ -26,7 +26,7 @@ from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedE
 from kvstore.owned_disk import OwnedDisk
 
 MOST_BLOCKS = 1 << 18  # that are remembered: 4 million tokens in blocks of 16
-SAME = {"block_bytes", "block_size", "bounds", "ranks_version"}  # in all engines
+SAME = {"block_bytes", "block_size", "bounds", "ranks_version", "state_blocks", "window_blocks"}  # in all engines
 ORDER: tuple[State, ...] = ("running", "starting", "restarting", "failed", "closed")  # the best state is that of all
 R = TypeVar("R")
 

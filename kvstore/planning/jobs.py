@@ -41,7 +41,7 @@ class Job:
 
     number: in order of arrival. index: in the trace. stored: the store's record of it. arrival: tiers of its stored
     blocks when it arrived. schedule: the same when the batch first had a place for it. blocks: its blocks in HBM, once
-    it runs. num_hit: how many of them were not computed.
+    it runs. num_hit: how many of them were not computed. num_known: of its blocks, in HBM when it arrived.
     """
 
     number: int
@@ -54,6 +54,7 @@ class Job:
     is_candidate: bool = False
     blocks: list[int] = field(default_factory=list)
     num_hit: int = 0
+    num_known: int = 0
 
     @property
     def chain(self) -> list[BlockId]:

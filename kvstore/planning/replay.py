@@ -155,10 +155,10 @@ class Replay:
 
     def _load(self, job: Job, num_loads: int) -> float:
         """Returns when its loads will have ended."""
+        num_bytes = (num_loads + (job.stored.num_blocks_of_states if num_loads else 0)) * self._config.block_bytes
         ticket = self.blocks.load(job, num_loads)
         if ticket is None:
             return -math.inf
-        num_bytes = num_loads * self._config.block_bytes
         load_s = num_bytes / self._config.service.load_bytes_per_s
         self._load_free_s = max(self._clock.now_s, self._load_free_s) + load_s
         self._clock.at(self._load_free_s, self._loaded, Transferred(ticket, True, True, num_bytes, load_s))

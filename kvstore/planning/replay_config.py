@@ -40,6 +40,7 @@ class ReplayConfig:
 
     look_ahead: whether the store hears of waiting requests; else only of those that could start. ttl_s: a conversation
     that is idle for longer is evicted first; None: no limit. warm_up: the first so many requests are not counted.
+    state_blocks, window_blocks: of a model that can begin behind checkpoints only, see `kvstore.store.stored.Identity`.
     """
 
     hbm_blocks: int
@@ -51,6 +52,13 @@ class ReplayConfig:
     service: ServiceModel = field(default_factory=ServiceModel)
     ttl_s: float | None = None
     warm_up: int = 0
+    state_blocks: int = 0
+    window_blocks: int = 0
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        """The blocks that a request needs beside its KV to begin somewhere."""
+        return self.state_blocks * max(self.window_blocks, 1)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import TOKEN_BYTES, BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Transferred
 from kvstore.planning.jobs import LINEAGE, Job, Tokens, chain_of, prompt_of
@@ -31,6 +31,7 @@ class ServerBlocks:
     ended.
 
     pool: HBM. store: the tiers below; None if there are none. num_unsaved: computed blocks that found no arena block.
+    In HBM checkpoints take no room here: an engine has a share of it for them.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class ServerBlocks:
         num_arena_blocks = num_cpu_blocks(config, longest)
         sizes = {"hbm": config.hbm_blocks, "cpu": num_arena_blocks, "disk": config.disk_blocks}
         self.block_size = block_size
+        self._checkpoints = set[BlockId]() if config.state_blocks else None  # blocks that have one behind them in HBM
+        self._window_blocks = config.window_blocks
         self.store: KVStore | None = None
         self.num_unsaved = 0
         self._look_ahead, self._ttl_s, self._clock = config.look_ahead, config.ttl_s, clock
@@ -53,7 +56,10 @@ class ServerBlocks:
 
     # -- what is here ------------------------------------------------------------------------------------------------
     def match(self, chain: Sequence[BlockId], num_tokens: int) -> list[int]:
-        """Blocks of the longest prefix in HBM; one token is always left to compute."""
+        """Blocks of the longest prefix in HBM that a request can begin with; one token is always left to compute."""
+        return self._up_to_checkpoint(chain, self._known(chain, num_tokens))
+
+    def _known(self, chain: Sequence[BlockId], num_tokens: int) -> list[int]:
         hits: list[int] = []
         for name in chain[: (num_tokens - 1) // self.block_size]:
             block = self.pool.lookup(name)
@@ -62,9 +68,23 @@ class ServerBlocks:
             hits.append(block)
         return hits
 
+    def _up_to_checkpoint(self, chain: Sequence[BlockId], hits: list[int]) -> list[int]:
+        end = len(hits)
+        while end and self._checkpoints is not None and chain[end - 1] not in self._checkpoints:
+            end -= 1
+        return hits[:end]
+
+    def _named(self, chain: list[BlockId]) -> list[BlockId]:
+        """The same names, from which the ids of states can be made, if there are any."""
+        return chain if self._checkpoints is None else [b"%d" % name for name in cast("list[int]", chain)]
+
+    def _tokens(self, num_tokens: int) -> bytearray:
+        is_plain = self._checkpoints is None  # else what stands for tokens must be as long as they are
+        return cast(bytearray, Tokens(num_tokens)) if is_plain else bytearray(num_tokens * TOKEN_BYTES)
+
     def job(self, index: int, number: int, request: TraceRequest) -> Job:
         """A request that arrives now, and where its stored blocks are. The store is told of it if it looks ahead."""
-        chain, store = prompt_of(request, self.block_size), self.store
+        chain, store = self._named(prompt_of(request, self.block_size)), self.store
         if store is None:
             self._steering.poll()
         else:
@@ -73,10 +93,10 @@ class ServerBlocks:
         num_tokens = len(hits) * self.block_size
         is_stored = len(hits) == len(chain) if store is None else store.stored.has_end(chain, num_tokens)
         conversation = self._steering.arrive(chain, None, is_stored)
-        tokens = cast(bytearray, Tokens(request.num_tokens))
-        stored = Tracked(chain, tokens, LINEAGE, "", str(index), (0, number), conversation)
+        stored = Tracked(chain, self._tokens(request.num_tokens), LINEAGE, "", str(index), (0, number), conversation)
         job = Job(number, index, request, stored, self._clock.now_s, ["hbm"] * len(hits))
         self.pool.touch(hits, conversation)
+        job.num_known = len(self._known(chain, request.num_tokens))
         if store is not None and self._look_ahead:
             job.arrival += store.arrive(stored, num_tokens)
         elif store is not None:
@@ -93,6 +113,8 @@ class ServerBlocks:
                 store.arrive(job.stored, len(hits) * size)
             found = store.match(name, len(hits) * size, (num_most - len(hits)) * size)
             del hits[len(hits) - found.num_unsaved // size :]
+            if not found.num_tokens:
+                hits[:] = self._up_to_checkpoint(job.chain, hits)
         if job.schedule is None:
             job.schedule = ["hbm"] * len(hits)
             if store is not None:
@@ -121,7 +143,8 @@ class ServerBlocks:
             return None
         if num_loads:
             first = job.num_hit - num_loads
-            store.load(name, job.blocks[first : first + num_loads], first * size, num_loads * size)
+            row = None if self._window_blocks else 0
+            store.load(name, job.blocks[first : first + num_loads], first * size, num_loads * size, row)
         plan = store.plan([StepSpan(name, job.num_hit * size, 0)])
         if plan is None:
             return None
@@ -151,16 +174,32 @@ class ServerBlocks:
         """The request's answer is complete: release its blocks."""
         request, stored = job.request, job.stored
         if request.has_answer:
-            job.chain.extend(chain_of(request)[len(job.chain) :])
+            job.chain.extend(self._named(chain_of(request)[len(job.chain) :]))
+            if self._checkpoints is not None:
+                stored.tokens += self._tokens(request.num_output_tokens)
             self.computed(job, request.num_tokens, request.num_tokens + request.num_output_tokens)
-        answer = Answer(request.num_output_tokens, request.calls_tool)
+        answer, states = Answer(request.num_output_tokens, request.calls_tool), self._states(job)
         if self.store is None:
             self._steering.end_request(job.conversation, job.chain, answer)
         else:
             self.store.remove(stored.request_id, answer)
+            if states and (plan := self.store.save_states(stored, states)) is not None:
+                self.transferred(Transferred(plan.ticket, False, True))
         if self._ttl_s is not None and not job.conversation.num_open:
             self._steering.pin(job.conversation, None, self._clock.now_s + self._ttl_s)
         self.pool.release(job.blocks)
+
+    def _states(self, job: Job) -> list[tuple[int, int]]:
+        """What a request that leaves has saved, as `KVStore.save_states` takes it: behind what was known before it
+        came, and behind its end.
+        """
+        if self._checkpoints is None:
+            return []
+        ends = {max(job.num_known, job.stored.num_known), len(job.chain)} - {0}
+        self._checkpoints.update(job.chain[end - 1] for end in ends)
+        span = self._window_blocks + 1 if self._window_blocks else 1
+        borders = sorted({border for end in ends for border in range(max(end - span, 0) + 1, end + 1)})
+        return [(border * self.block_size, 0) for border in borders]
 
     # -- all of them -------------------------------------------------------------------------------------------------
     @property

@@ -127,17 +127,20 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Bytes of one block of a trace in memory, and on disk, where it may be compressed."""
+    """Bytes of one block of a trace in memory, on disk, where it may be compressed, and in HBM, where it may have KV of
+    layers with a window.
+    """
 
     block_bytes: int
     disk_block_bytes: int
+    hbm_block_bytes: int
 
     def blocks(self, sizes: Sizes) -> tuple[int, int, int]:
         """Blocks that fit in HBM, CPU and disk. Raises ConfigError when HBM holds none."""
-        if sizes.hbm < self.block_bytes:
-            text = f"HBM of {sizes.hbm:,} bytes holds less than one block of {self.block_bytes:,} bytes"
+        if sizes.hbm < self.hbm_block_bytes:
+            text = f"HBM of {sizes.hbm:,} bytes holds less than one block of {self.hbm_block_bytes:,} bytes"
             raise ConfigError(f"{text}; give more, or a smaller --block-size")
-        return sizes.hbm // self.block_bytes, sizes.cpu // self.block_bytes, sizes.disk // self.disk_block_bytes
+        return sizes.hbm // self.hbm_block_bytes, sizes.cpu // self.block_bytes, sizes.disk // self.disk_block_bytes
 
 
 def batch_bytes(demand: Extent, block_size: int, block_bytes: int, max_batch: int) -> int:

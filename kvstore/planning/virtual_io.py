@@ -171,6 +171,7 @@ class VirtualTransfers:
 def num_cpu_blocks(config: ReplayConfig, longest: int) -> int:
     if config.cpu_blocks or not config.disk_blocks:
         return config.cpu_blocks
+    longest += 2 * config.checkpoint_blocks
     return max(2 * config.service.max_batch + longest, min(STAGING_BYTES // config.block_bytes, config.disk_blocks))
 
 
@@ -202,6 +203,6 @@ def virtual_store(
     on_disk = None if disk is None else OpenDisk(cast(DiskTier, disk), DiskIndex(clock), [])
     write_back = None if on_disk is None else WriteBack(context, on_disk, io)
     planner = Planner(STORE_BLOCK_BYTES, block_size, always=True)
-    identity = Identity(b"", "", block_size)
+    identity = Identity(b"", "", block_size, config.state_blocks, config.window_blocks)
     store = KVStore(context, planner, identity, io, transfers, lambda *_: None, write_back)
     return store, io

@@ -57,7 +57,7 @@ class EvictionOrder:
         self._random = random.Random(0)
         self._candidates: list[tuple[tuple[float, ...], Conversation]] = []  # with their values, the lowest first
         self._sampled_s = -math.inf
-        self._changed: set[Conversation] = set()
+        self._changed: dict[Conversation, None] = {}  # in order, so that a replay replays
         self._table = model.table
         self._first: Conversation | None = None
 
@@ -72,7 +72,7 @@ class EvictionOrder:
         if conversation not in self._places:
             self._places[conversation] = len(self._members)
             self._members.append(conversation)
-            self._changed.add(conversation)
+            self._changed[conversation] = None
 
     def discard(self, conversation: Conversation) -> None:
         """Remove a conversation without a block to evict; ignores unknown ones."""
@@ -89,7 +89,7 @@ class EvictionOrder:
     def refresh(self, conversation: Conversation) -> None:
         """Note that its state has changed; call it after the change. Ignores unknown ones."""
         if conversation in self._places:
-            self._changed.add(conversation)
+            self._changed[conversation] = None
 
     def first(self) -> Conversation | None:
         """The conversation whose tail to evict next, without removing it; None when empty."""
@@ -99,7 +99,7 @@ class EvictionOrder:
         elif self._first is not None and not self._changed:
             return self._first  # this is called for every block, and most continue the last one's conversation
         while self._changed:
-            if (one := self._changed.pop()) in self._places:
+            if (one := self._changed.popitem()[0]) in self._places:
                 self._consider(self._value(one, now_s), one)
         self._first = None
         while self._members and self._first is None:

@@ -457,7 +457,12 @@ class KVStore:
         counts = self.stats.as_dict() | self.planner.as_dict() | self.prefetcher.as_dict()
         return {
             "cpu": self.cpu.as_dict(self.planner.block_bytes),
-            "store": counts | {"unsaved": self.saver.num_unsaved},
+            "store": counts
+            | {
+                "unsaved": self.saver.num_unsaved,
+                "state_blocks": self.stored.num_state_blocks,
+                "window_blocks": self.stored.state_span if self.stored.has_windows else 0,
+            },
             "policy": self.steering.as_dict(),
             **({} if self.disk is None else {"disk": {**self.disk.stats(), "reads_in_flight": len(self.reads or ())}}),
             **({} if self.remote is None else {"remote": self.remote.as_dict()}),

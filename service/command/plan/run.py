@@ -44,9 +44,10 @@ PICTURES = (".png", ".svg")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """kv_bytes_per_token: None when it is not known. disk_share: bytes on disk of one byte of KV. hbm_bytes: of the
-    engine that owns the store. measured: names of those parts of `service` that the store has measured.
-    computed_tokens: of prompts, by that engine; 0: what it knows of computing was measured by an earlier one.
+    """kv_bytes_per_token: None when it is not known. disk_share, hbm_share: bytes on disk and in HBM of one byte of KV
+    in memory. hbm_bytes: of the engine that owns the store. measured: names of those parts of `service` that the store
+    has measured. computed_tokens: of prompts, by that engine; 0: what it knows of computing was measured by an earlier
+    one. checkpoints: `state_blocks` and `window_blocks` of a replay of this trace.
     """
 
     trace: Trace
@@ -57,6 +58,8 @@ class Source:
     service: ServiceModel = field(default_factory=ServiceModel)
     measured: tuple[str, ...] = ()
     computed_tokens: int = 0
+    hbm_share: float = 1.0
+    checkpoints: tuple[int, int] = (0, 0)
 
 
 def from_file(path: Path, trace_format: str, block_size: int | None, num_requests: int | None) -> Source:
@@ -73,7 +76,11 @@ def from_store(path: Path, stats: Mapping[str, Any], block_size: int | None, num
     hbm_bytes = hbm.get("blocks", 0) * hbm.get("block_bytes", 0) or None
     tokens = stats.get("tokens") or {}
     num_computed = tokens.get("prompt_tokens", 0) - tokens.get("cached_tokens", 0)
-    return Source(trace, f"the history of {path}", kv_bytes, disk_share, hbm_bytes, service, measured, num_computed)
+    return Source(
+        trace, f"the history of {path}", kv_bytes, disk_share, hbm_bytes, service, measured, num_computed,
+        hbm["block_bytes"] / (stats.get("cpu") or hbm)["block_bytes"] if hbm_bytes else 1.0,
+        _checkpoints(stats, trace.block_size),
+    )  # fmt: skip
 
 
 # -- the history -----------------------------------------------------------------------------------------------------
@@ -122,16 +129,26 @@ def _measured(stats: Mapping[str, Any]) -> tuple[ServiceModel, tuple[str, ...]]:
 def _kv_bytes_of_model(stats: Mapping[str, Any]) -> tuple[float | None, float]:
     """Bytes of a token's KV, from the engine or from the model that has most blocks on disk; and `disk_share`."""
     hbm, disk = stats.get("hbm") or {}, stats.get("disk") or {}
-    if hbm.get("block_bytes"):
+    if block_bytes := (stats.get("cpu") or hbm).get("block_bytes"):  # in HBM layers with a window have more
         num_blocks = disk.get("blocks", 0)
-        share = _share(disk.get("bytes", 0), num_blocks if num_blocks >= LEAST_BLOCKS else 0, hbm["block_bytes"])
-        return hbm["block_bytes"] / hbm.get("block_size", STORE_BLOCK_SIZE), share
+        share = _share(disk.get("bytes", 0), num_blocks if num_blocks >= LEAST_BLOCKS else 0, block_bytes)
+        return block_bytes / hbm.get("block_size", STORE_BLOCK_SIZE), share
     known = [model for model in (disk.get("models") or {}).values() if model.get("block_size")]
     if not known:
         return None, 1.0
     model = max(known, key=lambda model: model["blocks"])
     share = _share(model["bytes"], model["blocks"], model["block_bytes"])
     return model["block_bytes"] / model["block_size"], share
+
+
+def _checkpoints(stats: Mapping[str, Any], block_size: int) -> tuple[int, int]:
+    """What the engine says of its model's checkpoints, in blocks of another size."""
+    store = stats.get("store") or {}
+    num_blocks, num_windows = store.get("state_blocks", 0), store.get("window_blocks", 0)
+    own_size = (stats.get("hbm") or {}).get("block_size", STORE_BLOCK_SIZE)
+    if num_windows:  # one behind each block, so it grows with that
+        return num_blocks, math.ceil(num_windows * own_size / block_size)
+    return math.ceil(num_blocks * own_size / block_size), 0
 
 
 def _share(stored_bytes: int, num_blocks: int, block_bytes: int) -> float:
@@ -247,7 +264,11 @@ class Question:
 
     def config(self, sizes: sizing.Sizes) -> ReplayConfig:
         blocks = self.geometry.blocks(sizes)
-        return ReplayConfig(*blocks, self.geometry.block_bytes, policy=self.policy, service=self.service)
+        state_blocks, window_blocks = self.source.checkpoints
+        return ReplayConfig(
+            *blocks, self.geometry.block_bytes, policy=self.policy, service=self.service, state_blocks=state_blocks,
+            window_blocks=window_blocks,
+        )  # fmt: skip
 
     @property
     def hbm_bytes(self) -> int:
@@ -269,7 +290,9 @@ def _question(values: Mapping[str, Any]) -> Question:
     given = {name: values[option.key] for name, option in SERVICE_OPTIONS.items() if values[option.key] is not None}
     service = replace(source.service, **given)
     block_bytes = math.ceil(needed_kv_bytes(source) * source.trace.block_size)
-    geometry = sizing.Geometry(block_bytes, max(round(block_bytes * source.disk_share), 1))
+    geometry = sizing.Geometry(
+        block_bytes, max(round(block_bytes * source.disk_share), 1), math.ceil(block_bytes * source.hbm_share)
+    )
     sizes, assumed = _chosen_sizes(values, source, demand, geometry, service)
     for one in sizes:
         geometry.blocks(one)  # raises ConfigError for those that cannot be
@@ -287,7 +310,7 @@ def _chosen_sizes(
     elif source.hbm_bytes is not None:
         hbms, assumed = [source.hbm_bytes], ["HBM is that of the engine which owns the store"]
     else:
-        hbms = [sizing.batch_bytes(demand, source.trace.block_size, geometry.block_bytes, service.max_batch)]
+        hbms = [sizing.batch_bytes(demand, source.trace.block_size, geometry.hbm_block_bytes, service.max_batch)]
         assumed = ["HBM is what serves a full batch"]
     if values["cpu"] is None and values["disk"] is None:
         working_set_bytes = demand.working_set_blocks * geometry.disk_block_bytes
@@ -364,6 +387,7 @@ def _plan(question: Question, answer: dict[str, Any]) -> dict[str, Any]:
             "policy": question.policy,
             "kv_bytes_per_token": geometry.block_bytes / trace.block_size,
             "disk_bytes_per_token": geometry.disk_block_bytes / trace.block_size,
+            "checkpoint_bytes": geometry.block_bytes * question.config(question.sizes[0]).checkpoint_blocks,
             "service": asdict(question.service),
             "measured": list(question.source.measured),
             "computed_tokens": question.source.computed_tokens,

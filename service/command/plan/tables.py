@@ -194,6 +194,8 @@ def _assumed(assumptions: Mapping[str, Any]) -> str:
     size = f"KV {short_size(kv)} a token"
     if abs(on_disk / kv - 1) > 0.01:
         size += f", {short_size(on_disk)} on disk"
+    if assumptions["checkpoint_bytes"]:
+        size += f", {short_size(assumptions['checkpoint_bytes'])} a checkpoint"
     rates = {name: f"{word} {_rate(form, assumptions['service'][name])}" for name, (word, form) in RATES.items()}
     if "prefill_tokens_per_s" in assumptions["measured"]:
         num_tokens = assumptions["computed_tokens"]

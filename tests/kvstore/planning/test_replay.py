@@ -6,6 +6,7 @@ Blocks have 10 tokens and one byte unless a test says otherwise; the server comp
 import itertools
 import math
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -246,6 +247,33 @@ def test_wrong_rates_and_capacities():
         ServiceModel(read_bytes_per_s=math.nan)
 
 
+# -- models with checkpoints -----------------------------------------------------------------------------------------
+def test_a_turn_begins_behind_a_checkpoint_only_and_what_that_takes_is_moved():
+    """Three blocks and a state of two. The second prompt leaves the first behind two blocks, where nothing is kept yet;
+    from then on something is.
+    """
+    asked = [request([1, 2, third], 31, 0, 100.0 * third) for third in (3, 4, 5)]
+    asked += [request([20 + 5 * one + i for i in range(5)], 51, 0, 50.0 + 100.0 * one) for one in range(3, 6)]
+    asked.sort(key=lambda one: one.arrival_s)
+    plain = run(config(hbm=6, cpu=50), *asked)
+    assert plain.hits_at_arrival == by_tier(cpu=40) and plain.bytes_moved["load"] == 4
+    result = run(replace(config(hbm=6, cpu=50), state_blocks=2), *asked)
+    assert result.hits_at_arrival == by_tier(cpu=20)
+    assert result.bytes_moved["load"] == 2 + 2
+    num_states = 3 + 3 + 1  # behind each prompt, and where they part
+    assert result.bytes_moved["save"] == plain.bytes_moved["save"] + 2 * num_states
+
+
+def test_a_window_is_kept_behind_its_last_blocks():
+    """Six turns of one conversation: behind the last two, two blocks each have the KV of layers with a window."""
+    turns = [request(list(range(1, 4 + turn)), None, 0, 100.0 * turn) for turn in range(6)]
+    others = [request([100 + 9 * turn + i for i in range(9)], None, 0, 50.0 + 100.0 * turn) for turn in range(6)]
+    asked = sorted([*turns, *others], key=lambda one: one.arrival_s)
+    result = run(replace(config(hbm=10, cpu=200), state_blocks=1, window_blocks=2), *asked)
+    assert result.hits_at_arrival == by_tier(cpu=sum(10 * (3 + turn) for turn in range(5)))
+    assert result.bytes_moved["load"] == sum(3 + turn + 2 for turn in range(5))
+
+
 # -- random traffic --------------------------------------------------------------------------------------------------
 TIERS = [(60, 0, 0), (60, 40, 0), (60, 0, 40), (60, 3, 30), (60, 30, 150), (200, 100, 2000), (60, 150, 1)]
 
@@ -270,10 +298,11 @@ def random_trace(seed):
 FAILED_ONCE = [(103, (60, 0, 40)), (243, (60, 30, 150)), (149, (44, 52, 180))]  # did not end, or left reads over
 
 
+@pytest.mark.parametrize("checkpoints", [{}, {"state_blocks": 3}, {"state_blocks": 1, "window_blocks": 4}], ids=str)
 @pytest.mark.parametrize(("seed", "sizes"), [*itertools.product(range(2), TIERS), *FAILED_ONCE], ids=str)
-def test_counts_balance_whatever_the_traffic(seed, sizes):
+def test_counts_balance_whatever_the_traffic(seed, sizes, checkpoints):
     rng = random.Random(f"{seed} {sizes}")
-    made, settings = random_trace(seed), random_config(rng, *sizes)
+    made, settings = random_trace(seed), replace(random_config(rng, *sizes), **checkpoints)
     one = Replay(made, settings)
     result = one.run()
     one.check_integrity()
@@ -283,7 +312,7 @@ def test_counts_balance_whatever_the_traffic(seed, sizes):
     assert result.num_hit_tokens == result.num_hit_blocks * made.block_size < max(result.num_prompt_tokens, 1)
     assert result.num_hit_blocks <= result.num_blocks
     moved = {way: num_bytes // settings.block_bytes for way, num_bytes in result.bytes_moved.items()}
-    assert moved["load"] * made.block_size <= result.num_hit_tokens
+    assert checkpoints or moved["load"] * made.block_size <= result.num_hit_tokens
     if not settings.warm_up:
         assert moved["write"] + result.num_dropped_writes <= moved["save"] or not settings.disk_blocks
     assert replay(made, settings) == result  # the same again

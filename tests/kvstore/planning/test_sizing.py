@@ -89,7 +89,7 @@ def test_a_sweep_leaves_out_disks_smaller_than_hbm():
 
 
 def test_sizes_become_blocks():
-    geometry = Geometry(block_bytes=100, disk_block_bytes=50)
+    geometry = Geometry(block_bytes=100, disk_block_bytes=50, hbm_block_bytes=100)
     assert geometry.blocks(Sizes(1000, 250, 1025)) == (10, 2, 20)
     with pytest.raises(ConfigError, match="HBM of 99 bytes holds less than one block of 100 bytes"):
         geometry.blocks(Sizes(99, 0, 0))

@@ -149,8 +149,8 @@ def owned(tmp_path):
     """Makes the store of an owner that answers these statistics."""
     with ExitStack() as stack:
 
-        def make(stats):
-            directory = stack.enter_context(StoreDirectory.open(tmp_path / "owned"))
+        def make(stats, name="owned"):
+            directory = stack.enter_context(StoreDirectory.open(tmp_path / name))
             stack.callback(ControlServer(directory, lambda command, arguments: stats).close)
             return directory.path
 
@@ -170,6 +170,25 @@ def test_the_history_of_a_store(run, store):
     assert found["ideal"]["token_hit_rate"] > 0.2
     code, out, _ = run("--store", store.path, "--requests", "10", "--hbm", "40MB", "--json")
     assert json.loads(out)["trace"]["requests"] == 10
+
+
+def test_checkpoints_of_the_owners_model_take_room(run, owned):
+    """A state of 40 blocks of 16 tokens is five of 128. Twenty turns of 2,000 new tokens each, in HBM that forgets."""
+    lines = history_lines(num_sessions=4, num_turns=4).replace('"input_length": ', '"input_length": 1')
+    rates = []
+    for number, store_stats in enumerate(({}, {"state_blocks": 40, "window_blocks": 0})):
+        store = owned({**STATS, "cpu": {"block_bytes": 8 * KV_BYTES}, "store": store_stats}, f"{number}")
+        (store / FILE).write_text(lines)
+        code, out, err = run("--store", store, "--hbm", "2MB", "--cpu", "1MB", "--disk", "3MB", "--json")
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        assumptions = found["assumptions"]
+        assert assumptions["kv_bytes_per_token"] == KV_BYTES / 2, "in HBM, layers with a window have KV, too"
+        assert assumptions["checkpoint_bytes"] == number * 40 * 8 * KV_BYTES
+        rates.append(found["points"][0]["token_hit_rate"])
+    assert rates[1] < rates[0]
+    _, out, _ = run("--store", store, "--disk", "3MB")
+    assert "a checkpoint" in " ".join(out.split())
 
 
 def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, owned):
@@ -397,7 +416,7 @@ def test_names_from_files_are_printed_as_text():
         }  # fmt: skip
         found["assumptions"] = {
             "policy": "lru", "kv_bytes_per_token": 1.0, "disk_bytes_per_token": 1.0, "measured": [], "sizes": [],
-            "computed_tokens": 0,
+            "computed_tokens": 0, "checkpoint_bytes": 0,
             "service": dict.fromkeys(plan_tables.RATES, 1),
         }  # fmt: skip
         plan_tables.show_plan(found, out)
