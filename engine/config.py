@@ -31,6 +31,7 @@ POLICIES = ("fcfs", "priority")
 EXECUTORS = ("here", "ray")
 EVICTIONS = ("auto", "fifo", "lru", "return")
 ENGINES = whole(1, 64)  # of one front
+SHARE = ValueForm("SHARE", float, "a number from 0.05 to 0.95", 0.05, 0.95, types=(int, float))
 MODEL = replace(PLACE, accepts="a directory or a hub id, or leave it out for the built-in model", types=(str, Path))
 
 
@@ -56,6 +57,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048  # in one step, of all requests; may be smaller than max_num_seqs
     policy: str = "fcfs"
     steps_in_flight: int = 1  # in a pipeline: each takes its share of the running requests, and none twice
+    state_share: float = 0.5  # of the HBM tier at most, for states
     num_state_slots: int = 0  # for the states of a model that keeps some beside its KV
     checkpoint_tokens: int = 0  # that have KV of as many bytes as a checkpoint of such a model, or a whole window
 
@@ -129,6 +131,9 @@ class EngineConfig:
         "auto", one_of("auto", "bfloat16"),
         "how the states of linear attention and Mamba are stored below HBM: auto, as they are; bfloat16 halves them",
     )  # fmt: skip
+    state_share: float = setting(
+        0.5, SHARE, "how much of the HBM tier states take at most; half of that is for checkpoints"
+    )
     # Of one of several engines behind one front, which `client.opening` sets: no flags.
     data_parallel_size: int = setting(1, ENGINES)
     data_parallel_rank: int = 0
@@ -190,4 +195,5 @@ class EngineConfig:
             self.max_num_batched_tokens,
             self.policy,
             self.pipeline_parallel_size,
+            self.state_share,
         )

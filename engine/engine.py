@@ -92,7 +92,8 @@ class Engine:
         may take ten times as long.
     tool_call_parser: how the model writes calls, by vLLM's name such as "hermes"; None: as its chat template says.
     state_dtype: how the states of linear attention and Mamba are stored below HBM: "auto", as they are, to the bit;
-        "bfloat16" halves them.
+        "bfloat16" halves them. state_share: how much of the HBM tier they take at most, .05 to .95; half of that is for
+        checkpoints. Below HBM these are evicted by their value, as KV is.
     data_parallel_size: with "own", how many engines compute, each with the whole model. They share the disk tier and
         divide the CPU tier; hbm, and what concerns a batch, is of each. When one ends, the others go on.
 
@@ -133,6 +134,7 @@ class Engine:
         process: str = "here",
         tool_call_parser: str | None = None,
         state_dtype: str = "auto",
+        state_share: float = 0.5,
         *,
         shutdown_s: float = 10.0,
         silence_s: float = 30.0,
@@ -143,7 +145,7 @@ class Engine:
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
             policy, eviction, tokenizer, revision, enforce_eager, chat_template, kv_events, kv_events_topic,
             session_store, session_durability, session_replicas, tensor_parallel_size, pipeline_parallel_size,
-            distributed_executor, tool_call_parser, state_dtype, data_parallel_size,
+            distributed_executor, tool_call_parser, state_dtype, state_share, data_parallel_size,
         )  # fmt: skip
         check_process(config, process, silence_s)
         with ExitStack() as opened, shown(progress):

@@ -32,7 +32,6 @@ CPU_FRACTION = 0.25  # of the memory that is available at the start
 CPU_WINDOWS = 4  # at most so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
 CUDA_WINDOWS = 16  # as CPU_WINDOWS: for a small model a card could hold millions of blocks, which it does not need
-STATE_SHARE = 0.5  # of the HBM tier at most, for states
 STATES_A_REQUEST = 8  # at most: its own, and checkpoints, most of them of conversations that wait
 _MOST_TOKENS = 128  # attention has the same form for more tokens, as a tile has no more rows
 
@@ -73,7 +72,7 @@ def num_hbm_blocks(
         LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
     num_slots, state_bytes = 0, 0 if model.spec.state is None else model.spec.state.num_bytes
     if state_bytes:
-        num_slots = min(int(size_bytes * STATE_SHARE) // state_bytes, STATES_A_REQUEST * config.max_num_seqs)
+        num_slots = min(int(size_bytes * config.state_share) // state_bytes, STATES_A_REQUEST * config.max_num_seqs)
         if num_slots < 2:
             needed = f"but a state of this model needs {format_size(state_bytes)}, and four of them must fit"
             raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")

@@ -236,6 +236,18 @@ def test_a_pool_without_room_for_states_is_refused(saved_model):
         opened(saved_model("Qwen3_5Text"), hbm="40KiB")
 
 
+def test_states_have_their_share_of_hbm(saved_model):
+    nums = {}
+    for share in (0.2, 0.5, 0.8):
+        with opened(saved_model("Qwen3_5Text"), hbm="1MiB", state_share=share) as engine:
+            nums[share] = engine.loop.scheduler.manager.states.num_slots, engine.loop.pool.num_blocks
+            state_bytes = engine.loop.runner.model.spec.state.num_bytes
+    assert [slots for slots, _ in nums.values()] == [int(share * (1 << 20)) // state_bytes for share in nums]
+    assert nums[0.2][1] > nums[0.5][1] > nums[0.8][1]
+    with pytest.raises(ConfigError, match="state_share is 1; give a number"):
+        opened(saved_model("Qwen3_5Text"), state_share=1)
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
 def test_where_two_prompts_part_there_is_a_checkpoint_from_then_on(family, saved_model, tmp_path):
     """Nobody says where turns begin. The second prompt finds where they part, the third one begins there."""

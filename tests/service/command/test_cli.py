@@ -164,6 +164,7 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         "enforce_eager": False,
         "session_durability": "always",
         "state_dtype": "auto",
+        "state_share": 0.5,
         "distributed_executor": "here",
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
