@@ -1,7 +1,7 @@
 """The C code of this folder, compiled once by the machine's own compiler and kept in the user's cache.
 
 It does what torch has no operation for on a CPU: several small operations in one pass, and products that fetch weights
-ahead. Without a compiler, torch operations do the same work.
+ahead; and it packs stored blocks. Without a compiler, operations of torch and numpy do the same work.
 """
 
 import ctypes
@@ -16,11 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401 - so that the compiled code finds torch's OpenMP
-
 SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "masks.c", "states.c", "threads.c")
 HEADERS = ("vectors.h", "tiles.h", "team.h")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-std=gnu11")
+CODEC_SOURCES = ("exact12.c",)
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared", "-std=gnu11")
 _COMPILE_S = 60.0
 
 logger = logging.getLogger(__name__)
@@ -29,13 +28,26 @@ logger = logging.getLogger(__name__)
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled code, or None. Compiling takes a second or two, once per machine and version of the sources."""
+    import torch  # noqa: F401 - so that the compiled code finds torch's OpenMP
+
+    return _loaded("kernels", SOURCES, HEADERS, (*_FLAGS, "-fopenmp"), "no compiled kernels on this CPU, torch")
+
+
+@cache
+def codec_library() -> ctypes.CDLL | None:
+    """The compiled codec of stored blocks, or None: a library of its own, for processes without torch."""
+    return _loaded("codec", CODEC_SOURCES, (), _FLAGS, "no compiled codec on this CPU, numpy")
+
+
+def _loaded(
+    name: str, sources: Sequence[str], headers: Sequence[str], flags: Sequence[str], otherwise: str
+) -> ctypes.CDLL | None:
     folder = Path(__file__).parent
-    sources = [folder / name for name in SOURCES]
     try:
-        path = _built(sources)
+        path = _built(name, [folder / one for one in sources], [folder / one for one in headers], flags)
         return None if path is None else ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("no compiled kernels on this CPU, torch operations instead: %s", str(error).splitlines()[0])
+        logger.info("%s operations instead: %s", otherwise, str(error).splitlines()[0])
         return None
 
 
@@ -48,21 +60,21 @@ def declared(library: ctypes.CDLL, arguments: Mapping[str, Sequence[Any]]) -> di
     return functions
 
 
-def _built(sources: list[Path]) -> Path | None:
+def _built(name: str, sources: list[Path], headers: list[Path], flags: Sequence[str]) -> Path | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
-    digest = hashlib.sha256("\0".join((*_FLAGS, _cpu_flags())).encode())
-    for file in (*sources, *(sources[0].parent / name for name in HEADERS)):
+    digest = hashlib.sha256("\0".join((*flags, _cpu_flags())).encode())
+    for file in (*sources, *headers):
         digest.update(file.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore-kernels"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
         raise OSError(f"{folder} belongs to somebody else")
-    target = folder / f"kernels-{digest.hexdigest()[:24]}.so"
+    target = folder / f"{name}-{digest.hexdigest()[:24]}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "made.so"
-            command = [os.environ.get("CC") or "cc", *_FLAGS, "-o", str(made), *map(str, sources), "-lm"]
+            command = [os.environ.get("CC") or "cc", *flags, "-o", str(made), *map(str, sources), "-lm"]
             try:
                 subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
             except subprocess.CalledProcessError:  # an assembler may be older than its compiler

@@ -17,6 +17,7 @@ from kvstore.blocks.records import BlockRecord, Count, Expected, ReadResult, Rec
 from kvstore.config import CODEC_NAMES
 from kvstore.disk import records as disk_records
 from kvstore.disk.records import CHECKSUM_BYTES
+from kvstore.kernels import exact12
 
 MAGIC = b"KVb2"
 ITEMSIZES = (1, 2, 4)
@@ -34,12 +35,13 @@ class Codec(IntEnum):
     """How a payload is stored. The numbers are the file format.
 
     SPLIT_ZSTD: all lowest bytes of the elements together, then all next ones: the high bytes of KV compress, the low
-    ones are noise that hides it.
+    ones are noise that hides it. EXACT12: see `kvstore.kernels.exact12`; for bfloat16, other types do not get smaller.
     """
 
     RAW = 0
     ZSTD = 1
     SPLIT_ZSTD = 2
+    EXACT12 = 3
 
 
 CODECS = dict(zip(CODEC_NAMES, Codec, strict=True))
@@ -58,7 +60,7 @@ class Header(Record, frozen=True):
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 def encode(record: BlockRecord, payload: Bytes, codec: Codec = Codec.RAW, itemsize: int = 2) -> memoryview:
-    """The value to store, in memory of its own. itemsize: bytes of one element, for SPLIT_ZSTD.
+    """The value to store, in memory of its own. itemsize: bytes of one element.
 
     A payload that does not get smaller, or does not divide into elements, is stored raw.
     """
@@ -84,7 +86,10 @@ def _compress(raw: Uint8, codec: Codec, itemsize: int) -> tuple[Codec, list[byte
     if codec is Codec.RAW or (codec is Codec.SPLIT_ZSTD and len(raw) % itemsize):
         return Codec.RAW, [raw]
     parts: list[bytes | Uint8]
-    if codec is Codec.ZSTD:
+    if codec is Codec.EXACT12:
+        packed = exact12.encode(raw) if itemsize == 2 else None
+        parts = [raw if packed is None else packed]
+    elif codec is Codec.ZSTD:
         parts = [_compressor().compress(raw.data)]
     else:
         frames = [_compressor().compress(plane.data) for plane in _split(raw, itemsize)]
@@ -201,6 +206,8 @@ def _matches(value: Bytes, payload: Uint8) -> bool:
 
 def _decompress(stored: Uint8, codec: Codec, itemsize: int, out: Uint8) -> bool:
     """Undo `_compress` into `out`; False when these bytes do not decompress to exactly its size."""
+    if codec is Codec.EXACT12:
+        return exact12.decode(stored, out)
     try:
         if codec is Codec.ZSTD:
             raw = _decompress_frame(stored, len(out))

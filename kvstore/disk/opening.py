@@ -80,8 +80,8 @@ class OpeningDisk:
             tier.counts.failed("scan")
         return OpenDisk(tier, DiskIndex.build(batches), records)
 
-    def join(self, itemsize: int = 2) -> OpenDisk:
-        """Wait for it. itemsize: of `DiskTier`. Raises as that."""
+    def join(self, itemsize: int = 2, is_bfloat16: bool = True) -> OpenDisk:
+        """Wait for it. itemsize: of `DiskTier`. is_bfloat16: else nothing is written in exact12. Raises as that."""
         while self._thread.is_alive():
             self._thread.join(TELL_S)
             if self._thread.is_alive():
@@ -89,7 +89,11 @@ class OpeningDisk:
         if self._opened is None:
             assert self._error is not None
             raise self._error
-        self._opened.tier.itemsize = itemsize
+        tier = self._opened.tier
+        tier.itemsize = itemsize
+        if tier.codec == "exact12" and not is_bfloat16:
+            LOGGER.warning("codec is exact12, which is for bfloat16; this model's KV is not, and is stored raw")
+            tier.codec = "raw"
         return self._opened
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ def open_tiered(
         learned.restore(planner)
         descriptor = None if others is None else others.arena_descriptor
         arena = Arena(layout, num_arena_blocks, device.type == "cuda", descriptor)
-        on_disk = None if opening is None else opening.join(layout.dtype.itemsize)
+        on_disk = None if opening is None else opening.join(layout.dtype.itemsize, layout.dtype is torch.bfloat16)
         disk, write_back, remote = None if on_disk is None else on_disk.tier, None, None
         fleet = None if tiers.remote is None else fleet_secret(tiers.fleet_secret_file)
         secret = secret or (fleet.root if fleet else os.urandom(32) if directory is None else directory.secret)

@@ -103,14 +103,18 @@ def test_invariant_1_same_tokens_with_tiers_evicted(model, plain, store, evict, 
 # -- invariant 2 -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("dtype", "codec"),
-    [("float32", "raw"), ("float16", "zstd"), ("bfloat16", "split-zstd"), ("float32", "split-zstd")],
-)
-def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(model, store, dtype, codec):
+    [
+        ("float32", "raw"), ("float16", "zstd"), ("bfloat16", "split-zstd"), ("float32", "split-zstd"),
+        ("bfloat16", "exact12"), ("float16", "exact12"),
+    ],
+)  # fmt: skip
+def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(model, store, dtype, codec, caplog):
     prompt = tokens(41, 100)
     with open_engine(model, store, codec=codec, dtype=dtype) as engine:
         out = ask(engine, prompt, 20)
         chain = chain_of(engine, (prompt + out.token_ids)[:-1])
         computed = hbm_blocks(engine, chain)
+        assert ("stored raw" in caplog.text) == ((dtype, codec) == ("float16", "exact12"))
         evict_hbm(engine)
         assert cached(ask(engine, [*prompt, *out.token_ids, 1])) == (0, 112, 0, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "HBM -> CPU -> HBM"

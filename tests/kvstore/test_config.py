@@ -85,7 +85,7 @@ def test_tiers_have_defaults_and_hbm_may_be_auto():
         ({"disk": -5, "path": "p"}, "disk is -5"),
         ({"disk": "1GiB"}, "path is not set, but disk is"),
         ({"disk_per_tenant": -1}, "disk_per_tenant is -1"),
-        ({"codec": "gzip"}, "codec is 'gzip'; give one of raw, zstd, split-zstd"),
+        ({"codec": "gzip"}, "codec is 'gzip'; give one of raw, zstd, split-zstd, exact12"),
         ({"cpu": 1, "remote": "http://x"}, "remote is 'http://x'; give redis://"),
         ({"cpu": 1, "remote": "redis://a", "remote_ttl_s": 0}, "remote_ttl_s is 0"),
         ({"cpu": 1, "remote": "redis://a"}, "no secret of the fleet"),

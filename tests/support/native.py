@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from kvstore.kernels import exact12
 from kvstore.kernels.cpu import native
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
@@ -17,9 +18,14 @@ def no_compiler() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as empty:
         patch.setenv("CC", "/nonexistent/cc")
         patch.setenv("XDG_CACHE_HOME", empty)
-        native.library.cache_clear()
-        assert native.library() is None
+        _forget()
+        assert native.library() is None and native.codec_library() is None
         try:
             yield
         finally:
-            native.library.cache_clear()
+            _forget()
+
+
+def _forget() -> None:
+    for found in (native.library, native.codec_library, exact12.compiled):
+        found.cache_clear()

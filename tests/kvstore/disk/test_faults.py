@@ -7,6 +7,7 @@ import lmdb
 import pytest
 
 from kvstore.blocks.records import ReadResult
+from kvstore.config import CODEC_NAMES
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
@@ -41,7 +42,7 @@ def test_verify_finds_and_deletes_what_is_bad(store):
 @pytest.mark.parametrize("seed", range(20))
 def test_flipped_bits_in_the_file(store, seed):
     rng = random.Random(seed)
-    tier = store.open(codec=rng.choice(("raw", "zstd", "split-zstd")))
+    tier = store.open(codec=rng.choice(CODEC_NAMES))
     write(tier, range(60))
     write(tier, range(60, 70), deletes=range(0, 60, 7))
     expected = set(present(tier, range(70)))

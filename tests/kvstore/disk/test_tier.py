@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from kvstore.blocks.records import ReadResult
+from kvstore.config import CODEC_NAMES
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
@@ -30,7 +31,7 @@ from tests.support.waiting import together
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("codec", ["raw", "zstd", "split-zstd"])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_blocks_come_back_also_after_a_restart(store, codec):
     tier = store.open(codec=codec)
     write(tier, range(100))
