@@ -82,11 +82,11 @@ class Admin:
         """Check every stored block and every session's records."""
         return {**self._client.call(VerifyBlocks(delete)), "sessions": asdict(self._sessions.check())}
 
-    def compact(self) -> dict[str, object]:
-        """Rewrite the store's files without deleted data."""
+    def compact(self, codec: str | None = None) -> dict[str, object]:
+        """Rewrite the store's files without deleted data, and the blocks in this codec (`CacheTiers.codec`)."""
         # First, because it restores a removed file, for which the blocks may leave no room.
         self._sessions.compact()
-        return self._client.call(CompactBlocks())
+        return self._client.call(CompactBlocks(codec))
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def list_sessions(
@@ -249,7 +249,7 @@ _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
     "stats": lambda admin, _: {**admin.stats()},
     "evict": Admin._evict,
     "verify": lambda admin, wanted: admin.verify(wanted.delete),
-    "compact": lambda admin, _: admin.compact(),
+    "compact": lambda admin, wanted: admin.compact(wanted.codec),
     "sessions": lambda admin, wanted: {
         "sessions": [session_info(head) for head in admin.list_sessions(wanted.tenant, wanted.limit)]
     },

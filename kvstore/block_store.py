@@ -269,7 +269,7 @@ class _Upkept:
         if command == "verify":
             return {**self._upkeep.verify(request.delete), "set_aside": []}
         if command == "compact":
-            return self._upkeep.compact()
+            return self._upkeep.compact(request.codec)
         if command == "evict" and isinstance(request, EvictRequest) and request.session is None:
             amounts, _ = self._upkeep.evict(request.selection(None))
             on_disk = amounts["disk"]

@@ -173,8 +173,8 @@ class OwnedDisk:
     def verify(self, delete: bool) -> dict[str, object]:
         return self._upkeep.verify(delete)
 
-    def compact(self) -> dict[str, object]:
-        return self._upkeep.compact()
+    def compact(self, codec: str | None) -> dict[str, object]:
+        return self._upkeep.compact(codec)
 
     def flush(self) -> None:
         """Wait until all that was taken before is durable; the engines may go on storing. Raises DegradedError."""

@@ -351,8 +351,8 @@ class LocalCore:
                 return self._evict(what)
             case messages.VerifyBlocks(delete):
                 return upkeep.verify(delete)
-            case messages.CompactBlocks():
-                return upkeep.compact()
+            case messages.CompactBlocks(codec):
+                return upkeep.compact(codec)
             case messages.Flush(chain, timeout_s):
                 if chain:
                     return upkeep.share(chain, timeout_s)

@@ -115,7 +115,9 @@ class VerifyBlocks(Call[dict[str, Any]]):
 
 
 class CompactBlocks(Call[dict[str, Any]]):
-    """Rewrite the file of blocks without what was deleted."""
+    """Rewrite the file of blocks without what was deleted. codec: and its blocks in this one."""
+
+    codec: str | None = None
 
 
 class Flush(Call[int]):

@@ -324,8 +324,8 @@ class SeveralCores:
     def _verify(self, verb: messages.VerifyBlocks) -> dict[str, object]:
         return {} if self._disk is None else self._disk.verify(verb.delete)
 
-    def _compact(self, _: messages.CompactBlocks) -> dict[str, object]:
-        return {} if self._disk is None else self._disk.compact()
+    def _compact(self, verb: messages.CompactBlocks) -> dict[str, object]:
+        return {} if self._disk is None else self._disk.compact(verb.codec)
 
 
 def _briefly(core: RemoteCore, verb: Call[R]) -> R | None:

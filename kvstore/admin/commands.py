@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict
+from kvstore.config import CODEC_NAMES
 from kvstore.errors import ConfigError
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState
 
@@ -66,6 +67,12 @@ class Verify(Nothing, frozen=True):
     delete: bool = False
 
 
+class Compact(Nothing, frozen=True):
+    """codec: that blocks are rewritten in."""
+
+    codec: Annotated[str, Meta(pattern=rf"^({'|'.join(CODEC_NAMES)})\Z")] | None = None
+
+
 class EvictRequest(Nothing, frozen=True, rename={"everything": "all"}):
     """As `kvstore.blocks.records.Evict`, but a session stands for its blocks that no other one refers to. Without any
     condition it raises ConfigError.
@@ -90,7 +97,7 @@ class EvictRequest(Nothing, frozen=True, rename={"everything": "all"}):
 
 
 COMMANDS: dict[str, type[Nothing]] = {
-    "stats": Nothing, "evict": EvictRequest, "verify": Verify, "compact": Nothing, "sessions": Sessions,
+    "stats": Nothing, "evict": EvictRequest, "verify": Verify, "compact": Compact, "sessions": Sessions,
     "sessions.show": OneSession, "sessions.delete": OneSession,
     "sessions.accept_loss": Nothing, "why": OneRequest,
 }  # fmt: skip

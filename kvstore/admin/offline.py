@@ -96,7 +96,7 @@ class OfflineStore:
             raise StoreError("no server has this store open; only a running one knows its last requests")
         if command == "sessions.accept_loss":
             return {"accepted": self.accept_loss()}
-        return self.stats() if command == "stats" else self.compact()
+        return self.stats() if command == "stats" else self.compact(request.codec)
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class OfflineStore:
         _delete(disk, gone)
         return {**found.as_dict(), "num_deleted": len(gone)}
 
-    def compact(self) -> dict[str, Any]:
+    def compact(self, codec: str | None) -> dict[str, Any]:
         if self.sessions is not None:
             self.sessions.compact()
         return {"before_bytes": 0, "after_bytes": 0, "seconds": 0.0} if self.disk is None else (
-            self.disk.compact().as_dict()
+            self.disk.compact(codec).as_dict()
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from kvstore.disk.check import DATA_FILE
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import (
     STRUCTURAL_ERRORS,
+    Change,
     LiveTables,
     LostFileError,
     discard_copy,
@@ -223,8 +224,11 @@ class BlocksFile:
         """
         return self.used_bytes + incoming_bytes - int(WATERMARK * self._usable_bytes)
 
-    def compact(self) -> CompactReport:
-        """Rewrite the file without free pages; reads go on until the swap. Raises StoreError, then nothing changed."""
+    def compact(self, change: Change | None = None) -> CompactReport:
+        """Rewrite the file without free pages; reads go on until the swap. Raises StoreError, then nothing changed.
+
+        change: of `LiveTables.compact`; the file may become larger by it.
+        """
         started = time.perf_counter()
         with self.write_lock:
             try:
@@ -232,15 +236,15 @@ class BlocksFile:
                     if tables is None:
                         raise StoreError(f"{self.path} is closed or damaged, and cannot be compacted")
                     before_bytes = tables.env.file_bytes()
-                    self._check_room()
-                self._live.compact(tables.env, tables.databases)
+                    self._check_room(1 if change is None else 2)
+                self._live.compact(tables.env, tables.databases, change)
             except (lmdb.Error, OSError) as error:
                 raise StoreError(f"{self.path} could not be compacted: {error}; it is as it was") from None
         after_bytes = (self.path / DATA_FILE).stat().st_size
         return CompactReport(before_bytes, after_bytes, time.perf_counter() - started)
 
-    def _check_room(self) -> None:
-        needed = self.used_bytes + COPY_MARGIN_BYTES
+    def _check_room(self, times: int) -> None:
+        needed = times * self.used_bytes + COPY_MARGIN_BYTES
         free, _ = disk_format.free_bytes(self.path)
         if free < needed:
             raise StoreError(

@@ -113,6 +113,17 @@ def _compressor() -> zstandard.ZstdCompressor:
     return _local.compressor
 
 
+def recoded(value: Bytes, codec: Codec) -> Bytes:
+    """The same block in this codec; the value itself if it has that already, or is damaged."""
+    header = decode_header(value)
+    if header is None or header.codec is codec or not is_intact(value, header):
+        return value
+    raw = memoryview(bytearray(header.raw_bytes))
+    if decode_into(value, None, raw) is not ReadResult.OK:
+        return value
+    return encode(header.record, raw, codec, header.itemsize)
+
+
 def encode_head(record: BlockRecord, payload: Bytes, itemsize: int = 2) -> bytes:
     """The bytes before a raw payload, when both are sent without a copy. The payload must not change meanwhile."""
     raw = np.frombuffer(payload, np.uint8)

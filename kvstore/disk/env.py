@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -283,6 +284,9 @@ class OpenTables(Protocol):
 
 
 T = TypeVar("T", bound=OpenTables)
+# What a copy has instead of a record, by its database, key and value; told what another database of the copy has under
+# the same key, if that comes before.
+Change = Callable[[str, bytes, memoryview, Callable[[str], memoryview | None]], bytes | bytearray | memoryview]
 
 
 class LiveTables(Generic[T]):
@@ -342,8 +346,8 @@ class LiveTables(Generic[T]):
             self.shut(clean)
 
     # -- compaction --------------------------------------------------------------------------------------------------
-    def compact(self, env: StoreEnvironment, databases: Mapping[str, Any]) -> None:
-        """Copy the records of these databases, and replace the file by the copy.
+    def compact(self, env: StoreEnvironment, databases: Mapping[str, Any], change: Change | None = None) -> None:
+        """Copy the records of these databases, in this order, and replace the file by the copy. change: each of them.
 
         Nobody may write meanwhile. A removed file is restored. A foreign file in its place is not touched:
         LostFileError. After any failure the file is unchanged, and open if it can be opened.
@@ -355,7 +359,7 @@ class LiveTables(Generic[T]):
         env.directory.mkdir(mode=0o700, exist_ok=True)
         discard_copy(env.directory)
         try:
-            _copy_records(env, databases, place)
+            _copy_records(env, databases, place, change)
             with self.alone():
                 try:
                     self._swap(env.directory, is_removed)
@@ -390,7 +394,9 @@ def discard_copy(directory: Path) -> None:
         raise StoreError(f"{place} is left of a compaction and cannot be removed: {error.strerror or error}") from None
 
 
-def _copy_records(env: StoreEnvironment, databases: Mapping[str, Any], place: Path) -> None:
+def _copy_records(
+    env: StoreEnvironment, databases: Mapping[str, Any], place: Path, change: Change | None = None
+) -> None:
     """Copy record by record: LMDB's own copy keeps deleted data in the gaps of used pages."""
     place.mkdir(mode=0o700)
     # Synced once at the end: nobody uses it before that.
@@ -398,24 +404,35 @@ def _copy_records(env: StoreEnvironment, databases: Mapping[str, Any], place: Pa
         str(place), map_size=env.info()["map_size"], max_dbs=len(databases), sync=False, lib_version=0, mode=0o700
     )
     try:
-        for name, db in databases.items():
-            _copy_database(env, db, copy, copy.open_db(name.encode()))
+        targets = {name: copy.open_db(name.encode()) for name in databases}
+        for name in databases:
+            _copy_database(env, databases[name], copy, targets, name, change)
         copy.sync(True)
     finally:
         copy.close()
     disk_check.sync_directory(place)
 
 
-def _copy_database(env: StoreEnvironment, source: Any, copy: lmdb.Environment, target: Any) -> None:
+def _copy_database(
+    env: StoreEnvironment, source: Any, copy: lmdb.Environment, targets: Mapping[str, Any], name: str,
+    change: Change | None,
+) -> None:  # fmt: skip
     last: bytes | None = None
     while True:
         first, num_bytes = last, 0
-        with env.begin(buffers=True) as reading, copy.begin(write=True) as writing:
+        with env.begin(buffers=True) as reading, copy.begin(write=True, buffers=True) as writing:
             for key, value in keys_after(reading, source, first, COPY_RECORDS):
-                writing.put(key, value, append=True, db=target)
+                if change is not None:
+                    value = change(name, key, value, partial(_found, writing, targets, key))
+                writing.put(key, value, append=True, db=targets[name])
                 last = key
                 num_bytes += len(value)
                 if num_bytes >= COPY_BYTES:
                     break
         if last == first:
             return
+
+
+def _found(txn: Any, databases: Mapping[str, Any], key: bytes, name: str) -> memoryview | None:
+    found: memoryview | None = txn.get(key, db=databases[name])
+    return found

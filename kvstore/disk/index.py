@@ -150,6 +150,12 @@ class DiskIndex:
             self.bytes.add(entry.tenant, entry.stored_bytes - known.stored_bytes)
             self._tree.touch(block_id)
 
+    def resize(self, block_id: BlockId, stored_bytes: int) -> None:
+        """Note what a block takes in the file now; does nothing if it is not here."""
+        if (entry := self._entries.get(block_id)) is not None:
+            self.bytes.add(entry.tenant, stored_bytes - entry.stored_bytes)
+            self._entries[block_id] = replace(entry, stored_bytes=stored_bytes)
+
     def _known(self, block_id: BlockId) -> BlockId | None:
         return block_id if block_id in self._entries else None
 

@@ -262,9 +262,15 @@ class DiskTier:
         """Read every block and check it. progress: called with the number of blocks so far."""
         return verify(self.file, progress)
 
-    def compact(self) -> CompactReport:
-        """Rewrite the file without free pages; reads go on until the swap. Raises StoreError, then nothing changed."""
-        return self.file.compact()
+    def compact(self, codec_name: str | None = None) -> CompactReport:
+        """Rewrite the file without free pages, and its blocks in this codec; reads go on until the swap.
+
+        What is written later has the tier's codec. Raises StoreError, then nothing changed.
+        """
+        if codec_name is None:
+            return self.file.compact()
+        page_bytes = self.file.look_up(lambda txn, tables: tables.page_bytes, 0)
+        return self.file.compact(partial(_recode, codec.CODECS[codec_name], page_bytes))
 
     def stats(self) -> dict[str, object]:
         """blocks and bytes as of the last transaction; file_bytes: what the file system sees; rates in bytes/s."""
@@ -302,6 +308,17 @@ def _read(tables: Tables, expected: Expected, into: memoryview) -> ReadResult:
     with tables.env.begin(buffers=True) as txn:
         value = txn.get(expected.block_id, db=tables.values)
         return ReadResult.MISSING if value is None else codec.decode_into(value, expected, into)
+
+
+def _recode(
+    target: codec.Codec, page_bytes: int, name: str, key: bytes, value: memoryview,
+    copied: Callable[[str], memoryview | None],
+) -> codec.Bytes:  # fmt: skip
+    """A `Change` of compaction."""
+    if name == "values":
+        return codec.recoded(value, target)
+    stored = copied("values") if name == "index" else None
+    return value if stored is None else disk_format.with_size(value, disk_format.footprint(len(stored), page_bytes))
 
 
 def _touch(txn: lmdb.Transaction, tables: Tables, block_id: BlockId) -> None:

@@ -131,8 +131,8 @@ class Upkeep(Protocol):
         """Check every block on disk. delete: also delete what is damaged."""
         return {}
 
-    def compact(self) -> dict[str, object]:
-        """Rewrite the disk's file without the space of deleted blocks."""
+    def compact(self, codec: str | None = None) -> dict[str, object]:
+        """Rewrite the disk's file without the space of deleted blocks, and its blocks in this codec."""
         return {}
 
     def check_integrity(self, idle: bool) -> None:

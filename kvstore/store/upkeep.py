@@ -66,8 +66,16 @@ class TieredUpkeep:
                     self._parts.store.disk.space.delete_tree(block_id)
         return report.as_dict()
 
-    def compact(self) -> dict[str, object]:
-        return {} if self._parts.disk is None else self._parts.disk.compact().as_dict()
+    def compact(self, codec: str | None = None) -> dict[str, object]:
+        disk = self._parts.disk
+        if disk is None:
+            return {}
+        report = disk.compact(codec)
+        for entries in disk.scan() if codec is not None else ():
+            with self._parts.lock:
+                for entry in entries:
+                    self._parts.store.disk.contents.index.resize(entry.block_id, entry.stored_bytes)
+        return report.as_dict()
 
     def check_integrity(self, idle: bool) -> None:
         store = self._parts.store

@@ -14,7 +14,7 @@ import msgspec
 
 from kvstore.admin.commands import MAX_SESSIONS, EvictRequest, SessionName
 from kvstore.admin.control import NoOwner, ask
-from kvstore.config import DURATION, PLACE, SIZE, SWITCH, TEXT, whole
+from kvstore.config import CODEC_NAMES, DURATION, PLACE, SIZE, SWITCH, TEXT, one_of, whole
 from kvstore.engine.progress import tell_in_lines
 from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tolerate_any_text
@@ -47,6 +47,10 @@ WATCH = Option(
     mirrored=False, bare="2",
 )  # fmt: skip
 DELETE = Option("--delete", SWITCH, False, "take out damaged blocks, and those computed after them", mirrored=False)
+CODEC = Option(
+    "--codec", one_of(*CODEC_NAMES), None, "also rewrite the blocks in this codec; those in others are read, too",
+    mirrored=False,
+)  # fmt: skip
 LIMIT = Option("--limit", whole(1, MAX_SESSIONS), 100, "how many to list, the last used first")
 
 
@@ -102,7 +106,8 @@ def _verify(values: Mapping[str, Any], _: Sequence[str]) -> int:
 
 
 def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    _answer(values, "compact", {}, "compacting", "show_compacted")
+    wanted = {} if values["codec"] is None else {"codec": values["codec"]}
+    _answer(values, "compact", wanted, "compacting", "show_compacted")
     return EXIT_OK
 
 
@@ -177,7 +182,9 @@ STORE_COMMANDS = {
         "Exit code 4 when damage was found.\n\nexamples:\n  kvstore verify\n  kvstore verify --delete",
     ),
     "compact": _command(
-        "compact", _compact, (), "Needs the size of what is kept in free space.\n\nexamples:\n  kvstore compact"
+        "compact", _compact, (CODEC,),
+        "Needs the size of what is kept in free space, with --codec twice that. A server goes on writing in its own "
+        "--codec.\n\nexamples:\n  kvstore compact\n  kvstore compact --codec exact12",
     ),
     "sessions": _command(
         "sessions",

@@ -85,7 +85,8 @@ def show_verified(delete: bool, report: Mapping[str, Any], out: Console) -> None
 def show_compacted(result: Mapping[str, Any], out: Console) -> None:
     before, after = result.get("before_bytes", 0), result.get("after_bytes", 0)
     out.print(
-        f"blocks: {format_size(before)} before, {format_size(after)} now; {format_size(before - after)} given back"
+        f"blocks: {format_size(before)} before, {format_size(after)} now; {format_size(abs(before - after))} "
+        + ("given back" if after <= before else "more")
     )
 
 

@@ -126,6 +126,23 @@ def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(mo
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "after a restart"
 
 
+def test_blocks_are_rewritten_in_another_codec_under_an_engine(model, store):
+    """What the engine knows of the disk has the new sizes."""
+    prompt = tokens(44, 100)
+    with open_engine(model, store, dtype="bfloat16", block_size=32) as engine:  # some pages a block
+        ask(engine, prompt)
+        engine.flush()
+        chain, index = chain_of(engine, prompt), engine.connector.parts.store.disk.contents.index
+        computed, before = hbm_blocks(engine, chain), index.bytes.total
+        engine.admin.compact("exact12")
+        engine.check_integrity()
+        on_disk = [entry for entries in engine.connector.parts.disk.scan() for entry in entries]
+        assert index.bytes.total == sum(entry.stored_bytes for entry in on_disk) < before
+        evict_memory(engine)
+        assert cached(ask(engine, [*prompt, 1])) == (0, 0, 96, 0)
+        assert all(map(torch.equal, hbm_blocks(engine, chain), computed))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position(saved_model, store, name):
     """At its old position a block comes back bit for bit; spliced, it is its raw keys rotated where they are now. Of

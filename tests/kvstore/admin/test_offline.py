@@ -123,6 +123,8 @@ def test_wrong_commands_and_arguments(store):
             needed = ANNA if command == "sessions.delete" else {}
             with pytest.raises(ConfigError, match=f"{command}: .* unknown field `x`"):
                 opened.handle(command, {"x": 1, **needed})
+        with pytest.raises(ConfigError, match="compact: "):
+            opened.handle("compact", {"codec": "gzip"})
 
 
 def test_verify_finds_damage_and_takes_out_what_it_makes_useless(store):

@@ -1,9 +1,14 @@
 """Tests of kvstore.disk.tier: blocks come back as they were, in the space they may take."""
 
 import errno
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +32,7 @@ from tests.support.store.disk_store import (
     record,
     write,
 )
-from tests.support.waiting import together
+from tests.support.waiting import TIMEOUT_S, together
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
@@ -269,3 +274,81 @@ def test_how_long_reads_and_transactions_took_is_counted(store):
         histogram = found[name]
         assert sum(histogram["counts"]) == count and histogram["sum"] > 0, name
         assert len(histogram["counts"]) == len(histogram["bounds"]) + 1
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+def codecs_of(tier, numbers) -> set[str]:
+    return {tier.header(record(i).block_id).codec.name.lower().replace("_", "-") for i in numbers}
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_compact_rewrites_blocks_of_all_codecs_in_one(store, codec):
+    for number, name in enumerate(CODEC_NAMES):
+        tier = store.open(codec=name)
+        write(tier, range(20 * number, 20 * number + 20))
+        store.close()
+    tier = store.open(codec="raw")
+    assert codecs_of(tier, range(80)) == set(CODEC_NAMES)
+    report = tier.compact(codec)
+    assert codecs_of(tier, range(80)) == {codec} and present(tier, range(80)) == list(range(80))
+    assert tier.verify() == VerifyReport(num_ok=80, num_heads=10), "sizes in the index agree with what is stored"
+    assert (report.after_bytes < report.before_bytes) == ("zstd" in codec)
+    write(tier, [100])
+    assert codecs_of(tier, [100]) == {"raw"}, "the tier goes on in its own"
+    tier.compact()
+    assert codecs_of(tier, range(80)) == {codec}, "without a codec they stay as they are"
+
+
+def test_a_damaged_block_is_still_damaged_in_another_codec(store):
+    tier = store.open()
+    write(tier, range(10))
+    with tier.file as tables, tables.env.begin(write=True) as txn:
+        value = bytearray(txn.get(record(3).block_id, db=tables.values))
+        value[-1] ^= 1
+        txn.put(record(3).block_id, bytes(value), db=tables.values)
+        txn.put(record(4).block_id, b"short", db=tables.index)
+    tier.compact("exact12")
+    assert read(tier, 3) is ReadResult.CORRUPT
+    assert set(tier.verify().bad_ids) == {record(3).block_id, record(4).block_id}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from unittest import mock
+from tests.support.store.disk_store import Store
+from kvstore.disk import codec, env
+owner, name, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+place, own, calls = {"block": codec, "swap": env.os}[owner], None, 0
+
+def dies(*arguments):
+    global calls
+    calls += 1
+    if calls > at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return own(*arguments)
+
+tier = Store(Path.cwd()).open()
+own = getattr(place, name)
+with mock.patch.object(place, name, dies):
+    tier.compact("exact12")
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at"), [("block", "recoded", n) for n in (0, 25, 59)] + [("swap", "replace", 0)]
+)
+def test_killed_while_blocks_are_rewritten(store, owner, name, at):
+    tier = store.open()
+    write(tier, range(60))
+    store.close()
+    root = str(Path(__file__).parents[3])
+    arguments = [sys.executable, "-c", KILLED, owner, name, str(at)]
+    done = subprocess.run(arguments, cwd=store.path, env={**os.environ, "PYTHONPATH": root}, timeout=TIMEOUT_S)
+    assert done.returncode == -signal.SIGKILL
+    assert (store.path / "blocks.compact").is_dir(), "it was killed in the middle"
+    tier = store.open()
+    assert present(tier, range(60)) == list(range(60)) and codecs_of(tier, range(60)) == {"raw"}
+    assert tier.verify().bad_ids == () and not tier.file.was_reset and not (store.path / "blocks.compact").exists()
+    tier.compact("exact12")
+    assert codecs_of(tier, range(60)) == {"exact12"} and present(tier, range(60)) == list(range(60))

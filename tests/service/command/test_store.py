@@ -289,6 +289,7 @@ def test_everything_goes_through_the_owner(run, owner):
     assert (code, asked()) == (4, ["verify", {"delete": True}]) and "deleted 1 block: what was damaged" in out
     code, out, _ = run("compact", "--store", path)
     assert (code, asked()) == (0, ["compact", {}]) and "3.0 MiB before, 1.0 MiB now; 2.0 MiB given back" in out
+    assert run("compact", "--store", path, "--codec", "zstd")[0] == 0 and asked() == ["compact", {"codec": "zstd"}]
 
     code, out, _ = run("sessions", "--store", path, "--tenant", "t", "--limit", "7")
     assert (code, asked()) == (0, ["sessions", {"tenant": "t", "limit": 7}])
