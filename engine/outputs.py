@@ -22,7 +22,7 @@ class Facts:
     max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
     pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
     and layout where KV outlives the process, else empty. root_secret: of its lineage roots. sampling_defaults: what the
-    model's authors recommend.
+    model's authors recommend. max_num_seqs: how many sequences run at once.
     """
 
     model_name: str
@@ -34,6 +34,7 @@ class Facts:
     fingerprint: bytes
     root_secret: bytes = field(repr=False)
     sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
+    max_num_seqs: int
 
     def root(self, tenant: str, cache_salt: str = "") -> BlockId:
         """The lineage root of this tenant's chains."""

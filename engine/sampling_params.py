@@ -10,6 +10,7 @@ from typing import Any
 from kvstore.errors import RequestError
 
 MAX_CHOICES = 16
+MAX_BEAM_WIDTH = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -214,6 +215,10 @@ class SamplingParams:
     detokenize: False leaves the text empty; there can be no stop strings then.
     structured_outputs: what the answer must match. eos is allowed where it may end, and ends it, also with ignore_eos;
     where nothing else is allowed, also before min_tokens. Logprobs are the model's, before anything is forbidden.
+    use_beam_search: the n best answers of `kvstore.engine.core.beam_search`, the best first, all at their end.
+    beam_width: how many beams there are; None: n. length_penalty: an answer's score is the sum of its logprobs /
+    length ** length_penalty. temperature must be 0 or 1 then, which are the same, and whatever else would change
+    logits or the end must be off: only max_tokens, ignore_eos and stop_token_ids count.
     Raises RequestError naming the field and its bounds.
     """
 
@@ -235,6 +240,9 @@ class SamplingParams:
     logprobs: int | None = None
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         _number("n", self.n, 1, MAX_CHOICES, integer=True)
@@ -267,6 +275,27 @@ class SamplingParams:
         if not isinstance(wanted, StructuredOutputsParams | None):
             said = f"structured_outputs is {wanted!r}; give StructuredOutputsParams(...)"
             raise RequestError(said, "structured_outputs")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        _number("length_penalty", self.length_penalty, -10, 10)
+        if self.beam_width is not None:
+            _number("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH, integer=True)
+        if not self.use_beam_search:
+            if self.beam_width is not None:
+                raise RequestError("beam_width is set, but use_beam_search is not", param="beam_width")
+            return
+        if self.num_sequences < self.n:
+            said = f"beam_width is {self.beam_width}, less than n {self.n}"
+            raise RequestError(said, param="beam_width")
+        for name, neutral in _OFF_IN_BEAM_SEARCH.items():
+            if (value := getattr(self, name)) != neutral:
+                param = value.param if isinstance(value, StructuredOutputsParams) else name
+                raise RequestError(f"{param} cannot be used with use_beam_search", param=param)
+        if self.temperature not in (0, 1):
+            said = f"temperature is {self.temperature}; nothing is drawn with use_beam_search, so leave it out"
+            raise RequestError(said, param="temperature")
+        object.__setattr__(self, "temperature", 0.0)
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop, MAX_STOP_STRINGS)
@@ -285,5 +314,16 @@ class SamplingParams:
             _number("logit_bias", bias, -100, 100)
 
     @property
+    def num_sequences(self) -> int:
+        """How many run at once."""
+        return self.n if self.beam_width is None else self.beam_width
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+_OFF_IN_BEAM_SEARCH = {
+    "min_tokens": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "logit_bias": {}, "stop": (), "logprobs": None, "structured_outputs": None,
+}  # fmt: skip

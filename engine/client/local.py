@@ -241,6 +241,7 @@ class LocalCore:
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
             config.block_size, config.block_size * model.spec.kv_bytes_per_token, model.spec.vocab_size,
             self.connector.fingerprint, self.connector.root_secret, loaded.sampling_defaults,
+            limits.max_num_seqs,
         )  # fmt: skip
         if self._events is not None and holdings is not None:
             self._events.start(holdings)

@@ -35,7 +35,7 @@ from kvstore.engine.outputs import (
 )
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.language import ChoiceText, NewParser, no_parser
-from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
+from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_width
 from kvstore.errors import EngineClosedError
 
 if TYPE_CHECKING:
@@ -362,6 +362,7 @@ def _checked(token_ids: list[int], params: SamplingParams, facts: Facts) -> int:
     check_params(params)
     check_ids(token_ids, facts.vocab_size)
     check_ids_of(params, facts.vocab_size)
+    check_width(params, facts.max_num_seqs)
     return check_fits(len(token_ids), params, facts.max_model_len, facts.max_request_tokens)
 
 

@@ -2,6 +2,7 @@
 
 Loads no torch; knows the store by the scheduler's side of the connector.
 
+- `beam_search`: which continuations of a prompt go on, which are answers, and when no better one can come
 - `input_batch`: the persistent batch: arrays reused from step to step
 - `kv_cache_manager`: blocks of requests in HBM: prefix hits, allocation, caching, release, erasure; and loads from
   below it
@@ -25,6 +26,11 @@ use does not count. The store is told the order in which requests are expected t
 
 Choices of one prompt (`n` > 1): the first one computes the prompt, all draw their first token from its logits and share
 its blocks. So prompt tokens are computed once.
+
+Beams are such choices, too: one that goes on in two ways is forked, and shares its blocks and gets a copy of its state;
+a beam whose most likely token is taken keeps its row. A search whose beams are not all computed in a step gives up
+what is computed, and begins again at its cached blocks: nobody holds what others wait for. The tiers below HBM have a
+beam only up to the block in which it was forked; the next turn computes and stores what is missing.
 
 The batch is kept as arrays from step to step; requests join and leave in place. What computes is handed in
 (`step_loop.Runner`). Deleted KV is overwritten in HBM, too: at once, or as soon as no request holds it.

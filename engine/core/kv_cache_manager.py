@@ -144,18 +144,18 @@ class KVCacheManager:
         return Allocation(first_index, tuple(table[first_index:]), copy)
 
     def share(self, owner: Request, child: Request) -> None:
-        """Let `child` refer to all blocks of its prompt, which `owner` has computed, the partial tail included; or to
-        none, if there is no slot for its state.
+        """Let `child` refer to all blocks that `owner` has computed, the partial tail included; or to none, if there is
+        no slot for its state.
         """
         if self.states is not None and owner.state is not None:
             child.state = self.states.fork(owner.state)
             if child.state is None:
                 return
-        count = self.num_blocks(child.num_prompt_tokens)
+        count = self.num_blocks(owner.num_computed_tokens)
         child.block_numbers = owner.block_numbers[:count]
         self.pool.acquire(child.block_numbers)
-        child.num_computed_tokens = child.num_prompt_tokens
-        child.num_hashed_blocks = child.num_prompt_tokens // self.block_size
+        child.num_computed_tokens = owner.num_computed_tokens
+        child.num_hashed_blocks = owner.num_computed_tokens // self.block_size
 
     def next_checkpoint(self, request: Request, num_before: int) -> int | None:
         """The first of the borders behind `num_before` tokens where a checkpoint of its prompt is wanted: where the

@@ -148,21 +148,27 @@ class Request:
         self.prompt_id = self.prompt_id or self.request_id
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
-        self.reads_at_once = self.params.logprobs is not None
+        self.reads_at_once = self.params.logprobs is not None or self.params.use_beam_search
         self.extend_chain()
 
     def sibling(self, index: int) -> Request:
-        """Choice `index` of the same prompt, whose chain is not computed again."""
+        """Choice `index` of the same prompt, with the same tokens so far, whose chain is not computed again. It holds
+        nothing.
+        """
         return replace(
             self,
-            request_id=f"{self.request_id}-{index}",
+            request_id=f"{self.prompt_id}-{index}",
             index=index,
             seed=self.seed + index,
+            status=Status.WAITING,
             token_ids=list(self.token_ids),
             chain=list(self.chain),
             block_numbers=[],
+            num_computed_tokens=0,
+            num_hashed_blocks=0,
             state=None,
             cached=CachedCount(),
+            ask_at=None,
             children=[],
         )
 
@@ -186,6 +192,12 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The ids that end it. min_tokens forbids them for a while."""
+        eos = () if self.params.ignore_eos and self.matcher is None else self.eos_token_ids
+        return [*eos, *self.params.stop_token_ids]
 
     @property
     def answer(self) -> Answer:
@@ -316,6 +328,8 @@ class News:
             return
         if prompt.ttft_s is None:
             prompt.ttft_s = time.monotonic() - request.arrival_s
+        if request.params.use_beam_search:  # it comes as a whole
+            prompt.said += [Said(request.index, earlier) for earlier in request.output_token_ids[:-1]]
         prompt.said.append(Said(request.index, token_id, request.finish_reason, request.stop_reason, logprob))
         self._told[request.prompt_id] = prompt
         if request.finish_reason is not None and self._close(prompt, request):

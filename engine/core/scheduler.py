@@ -7,16 +7,19 @@ moves between the two.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvstore.blocks.records import TransferPlan
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.core.beam_search import BeamSearch
 from kvstore.engine.core.kv_cache_manager import Allocation, KVCacheManager, RequestBlocks
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.state_slots import StatePlan
 from kvstore.engine.core.tenants import Budget, TenantQueue, TenantQueues
+from kvstore.engine.outputs import TokenLogprob
 from kvstore.store.seam import Lookup
 
 
@@ -26,6 +29,7 @@ class Roster:
     def __init__(self, blocks: RequestBlocks) -> None:
         self.blocks = blocks
         self.requests: dict[str, Request] = {}  # by id, with choices that wait for the first choice of their prompt
+        self.searches: dict[str, BeamSearch] = {}  # by prompt
         self.tenants = TenantQueues(self._key)  # without those choices
         self.left: list[str] = []  # ids of requests that have stopped running since the last step
         self.num_preemptions = 0
@@ -36,11 +40,18 @@ class Roster:
         return self.blocks.priority(request), request.sequence
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its children (n > 1) are known from now on, and queued once its prompt is computed."""
+        """Queue a request. Its children (n > 1) are known from now on, and queued once its prompt is computed. A search
+        finds them itself, and its beams share its place among others.
+        """
+        if request.params.use_beam_search:
+            request.children = []
         for choice in (request, *request.children):
             choice.sequence = self._next_sequence
             self._next_sequence += 1
             self.requests[choice.request_id] = choice
+        if request.params.use_beam_search:
+            search = self.searches[request.request_id] = BeamSearch(request)
+            self._next_sequence = search.sequences.stop
         self.tenants.arrive((request, *request.children))
         self.queue(request)
 
@@ -50,7 +61,7 @@ class Roster:
         self.tenants.queue(request)
 
     def bear(self, owner: Request, child: Request, token_id: int) -> None:
-        """Queue a child that has drawn its first token from its owner's logits. It shares the blocks of the prompt."""
+        """Queue a child whose next token came from its owner's logits. It shares the owner's blocks."""
         child.cached.inherit(owner.cached)
         child.conversation = owner.conversation
         self.blocks.manager.share(owner, child)
@@ -61,6 +72,42 @@ class Roster:
             child.status = Status.FINISHED
             del self.requests[child.request_id]
             self.blocks.manager.free(child)
+
+    def advance(self, search: BeamSearch) -> list[Request]:
+        """Let a search go on if all of its beams are computed. Returns its answers, the best first, if it is over.
+
+        Else those that are computed do not wait with their blocks for the others: two searches might do so for ever.
+        """
+        if not search.is_complete:
+            for beam in search.found:
+                if beam.request_id in self.requests:
+                    self.num_preemptions += 1
+                    beam.num_preemptions += 1
+                    self.remove(beam)
+            return []
+        going_on = search.advance()
+        staying = [one for one in going_on if one.is_drawn and one.beam.request_id in self.requests]
+        free = iter(set(search.sequences).difference(one.beam.sequence for one in staying))
+        before, search.beams = search.beams, {}
+        for one in going_on:
+            beam = one.beam
+            if one not in staying:
+                beam = search.fork(one.beam)
+                beam.sequence = next(free)
+                self.requests[beam.request_id] = beam
+                self.bear(one.beam, beam, one.token_id)
+            search.beams[beam] = one.logprob
+        for one in staying:  # now that others have what they share with it
+            one.beam.append(one.token_id)
+        for beam in reversed(before):  # the conversation ends with the best one
+            if beam not in search.beams and beam.request_id in self.requests:
+                beam.finish_reason = "abort"
+                self.remove(beam)
+        if going_on:
+            return []
+        answers = search.answers()
+        del self.searches[answers[0].prompt_id]
+        return answers
 
     # -- from running to waiting -------------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:
@@ -101,6 +148,9 @@ class Roster:
     # -- the end -----------------------------------------------------------------------------------------------------
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> None:
         """End a request now, whatever its state; unknown and ended ids are ignored. Children not yet born end too."""
+        if (search := self.searches.pop(request_id, None)) is not None:
+            for beam in search.beams:
+                self.finish(beam.request_id, reason)
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -131,6 +181,7 @@ class Roster:
             request.status, request.finish_reason = Status.FINISHED, reason
             request.block_numbers, request.children, request.state = [], [], None
         self.requests.clear()
+        self.searches.clear()
         self.tenants.clear()
         self.left.clear()
         self.blocks.manager.pool.reset()
@@ -140,6 +191,8 @@ class Roster:
     def check_integrity(self) -> None:
         """Assert what must hold between steps: counts, order, and no block held by a request that has ended."""
         self.tenants.check_integrity(self.requests)
+        for name, search in self.searches.items():
+            assert any(beam.request_id in self.requests for beam in search.beams), f"nothing is computed for {name}"
         for request in self.tenants.running():
             assert request.block_numbers, f"{request.request_id} runs without blocks"
         self.blocks.manager.pool.check_integrity(idle=not self.requests)
@@ -185,11 +238,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A request's new token after a step. If the request ended with it, its finish_reason is set."""
+    """A request's new token after a step; of a search, an answer. If it ended with it, its finish_reason is set."""
 
     request: Request
     token_id: int
-    scheduled: int  # index of the scheduled request that sampled the token; for a new choice, that of its owner
+    scheduled: int  # index of the scheduled request that sampled it; for a new choice, its owner's; -1 for a search's
     sample: int = 0  # index among the samples of that scheduled request
 
 
@@ -362,17 +415,19 @@ class Scheduler:
 
     # -- after the step ----------------------------------------------------------------------------------------------
     def update(
-        self, output: SchedulerOutput, sampled: Iterable[Sequence[int]], failed_blocks: Sequence[int] = ()
-    ) -> list[Progress]:
+        self, output: SchedulerOutput, sampled: Iterable[Sequence[int]], failed_blocks: Sequence[int] = (),
+        logprobs: Mapping[int, Sequence[TokenLogprob | None]] = MappingProxyType({}),
+    ) -> list[Progress]:  # fmt: skip
         """Apply the step's samples (one sequence per scheduled request): append tokens, cache full blocks, fan out,
         finish.
 
         failed_blocks: HBM blocks whose load failed; requests that refer to one of them lose this step and compute it.
+        logprobs: see `StepResult`.
         """
         if failed_blocks:
             self.roster.roll_back(failed_blocks)
         progress: list[Progress] = []
-        requests, computed = self.roster.requests, self.blocks.computed
+        requests, computed, searches = self.roster.requests, self.blocks.computed, dict[str, BeamSearch]()
         for index, (step, token_ids) in enumerate(zip(output.scheduled, sampled, strict=True)):
             request = requests.get(step.request_id)
             if request is None or request.status is not Status.RUNNING:
@@ -381,6 +436,12 @@ class Scheduler:
             if not step.num_samples:
                 continue
             request.num_unread -= 1
+            if request.params.use_beam_search:
+                search = searches[request.prompt_id] = self.roster.searches[request.prompt_id]
+                (found,) = logprobs[index]
+                assert found is not None, "the sampler was not asked for what may follow"
+                search.add(request, found)
+                continue
             children, request.children = request.children, []
             for sample, (child, token_id) in enumerate(zip(children, token_ids[1:], strict=True), start=1):
                 if child.status is not Status.FINISHED:
@@ -390,6 +451,8 @@ class Scheduler:
             progress.append(Progress(request, token_ids[0], index))
             if request.finish_reason is not None:
                 self.roster.remove(request)
+        for search in searches.values():
+            progress += [Progress(answer, answer.token_ids[-1], -1) for answer in self.roster.advance(search)]
         return progress
 
     def compute_again(self, request_id: str) -> None:

@@ -359,7 +359,7 @@ class StepLoop:
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
         failed_blocks = self.connector.get_finished(result.prefilled)
-        for progress in self.scheduler.update(output, result.token_ids, failed_blocks):
+        for progress in self.scheduler.update(output, result.token_ids, failed_blocks, result.logprobs):
             request = progress.request
             logprobs = result.logprobs.get(progress.scheduled)
             logprob = None if logprobs is None else logprobs[progress.sample]

@@ -279,6 +279,14 @@ def _is_integer(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
+def check_width(params: SamplingParams, max_num_seqs: int) -> None:
+    """Raises RequestError for a beam search that cannot run in one step."""
+    if params.use_beam_search and params.num_sequences > max_num_seqs:
+        name = "n" if params.beam_width in (None, params.n) else "beam_width"
+        said = f"{name} is {params.num_sequences}, but {max_num_seqs} sequences run at once (max_num_seqs)"
+        raise RequestError(said, param=name)
+
+
 def check_fits(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, pool_tokens: int) -> int:
     """The number of tokens that the answer may have: `max_tokens`, or what the prompt leaves if that is less.
 

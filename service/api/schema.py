@@ -36,7 +36,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 CONSTRAINTS = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "chat_template_kwargs", "continue_final_message",
     "functions", "include_stop_str_in_output", "logits_processors", "logprobs", "lora_request", "structural_tag",
-    "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens", "use_beam_search",
+    "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens",
 ), _NOTHING) | {
     "add_generation_prompt": (None, True),
     "modalities": (None, [], ["text"]),
@@ -143,6 +143,9 @@ class Sampling(Naming, kw_only=True):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: Annotated[int, Meta(ge=1, le=64)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
@@ -193,8 +196,8 @@ _SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling._
 
 
 def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) -> SamplingParams:
-    """defaults: the model's values for what the request does not give. more: fields of SamplingParams that the route
-    sets, such as max_tokens or logprobs; None means not given.
+    """defaults: the model's values for what the request does not give; a beam search has no use for them. more: fields
+    of SamplingParams that the route sets, such as max_tokens or logprobs; None means not given.
 
     Raises RequestError, which names the field.
     """
@@ -203,6 +206,8 @@ def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) 
         given["structured_outputs"] = constraint_of(constraints)
     if given["top_k"] == -1:  # how vLLM's clients say "off"
         given["top_k"] = 0
+    if body.use_beam_search:
+        defaults = {}
     return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from kvstore.engine.sampling_params import (
+    MAX_BEAM_WIDTH,
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
@@ -40,6 +41,9 @@ ALLOWED = {
     "logprobs": [None, 0, MAX_LOGPROBS],
     "detokenize": [True, False],
     "structured_outputs": [None, StructuredOutputsParams(regex="[0-9]+")],
+    "use_beam_search": [False],
+    "beam_width": [None],
+    "length_penalty": [-10, 0, 0.5, 10],
 }
 REFUSED = {
     "n": [0, MAX_CHOICES + 1, 1.0, True, "1", None],
@@ -58,6 +62,8 @@ REFUSED = {
     "stop_token_ids": [[-1], [0.5], ["7"], [True]],
     "logprobs": [-1, MAX_LOGPROBS + 1, 0.5, True],
     "structured_outputs": [{"regex": "a"}, "a", True],
+    "beam_width": [0, MAX_BEAM_WIDTH + 1, 1.5, True, 4],
+    "length_penalty": [-10.1, 10.1, math.nan, None],
 }
 
 
@@ -103,6 +109,24 @@ def test_a_message_names_value_and_bounds():
         SamplingParams(top_p=0)
     with pytest.raises(RequestError, match=r"n is 1\.5; give a whole number from 1"):
         SamplingParams(n=1.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("beam_width", 2), ("temperature", 0.7), ("top_k", 5), ("top_p", 0.9), ("min_p", 0.1), ("repetition_penalty", 1.1),
+    ("presence_penalty", 1), ("frequency_penalty", 1), ("min_tokens", 2), ("logit_bias", {5: 1.0}), ("stop", "x"),
+    ("logprobs", 0), ("structured_outputs", StructuredOutputsParams(regex="a")),
+])  # fmt: skip
+def test_what_a_beam_search_cannot_keep_is_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=name) as error:
+        SamplingParams(use_beam_search=True, n=3, **{name: value})
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_beam_search_has_as_many_beams_as_answers_unless_it_is_told(temperature):
+    params = SamplingParams(use_beam_search=True, n=3, temperature=temperature, max_tokens=5, stop_token_ids=[7])
+    assert (params.num_sequences, params.temperature) == (3, 0)
+    assert SamplingParams(use_beam_search=True, n=3, beam_width=MAX_BEAM_WIDTH).num_sequences == MAX_BEAM_WIDTH
 
 
 def test_stops_become_tuples():

@@ -20,7 +20,6 @@ from torch import Tensor
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch, StepInputs
-from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.engine.model.devices import warm_up
@@ -440,7 +439,7 @@ class ModelRunner:
 def _set_sampling(sampler: Sampler, row: int, new: NewRow, tokens: np.ndarray) -> None:
     request = new.request
     prompt, answer = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
-    sampler.set_row(row, request.params, request.seed, stop_ids(request), prompt, answer, request.matcher)
+    sampler.set_row(row, request.params, request.seed, request.stop_ids, prompt, answer, request.matcher)
 
 
 def _by_request(
@@ -471,9 +470,3 @@ def copy_blocks(caches: KVCaches, copies: Sequence[tuple[int, int]], device: tor
     for layer in caches:
         for cache in layer:
             cache.index_copy_(0, destination, cache.index_select(0, source))
-
-
-def stop_ids(request: Request) -> list[int]:
-    """The ids that end a request. min_tokens forbids them for a while."""
-    eos = () if request.params.ignore_eos and request.matcher is None else request.eos_token_ids
-    return [*eos, *request.params.stop_token_ids]

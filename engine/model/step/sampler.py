@@ -333,10 +333,13 @@ class Sampler:
         penalty_row = _NO_ROW
         if penalties != (1, 0, 0):
             penalty_row = self._penalties.acquire(prompt_token_ids, output_token_ids)
+        num_alternatives = -1 if params.logprobs is None else params.logprobs
+        if params.use_beam_search:  # as many that go on, however many end
+            num_alternatives = params.num_sequences + len(stops)
         self._state[row] = (
             params.temperature, params.min_p, min(params.top_k or self._vocab_size, self._vocab_size), params.top_p,
             *penalties, seed & _UINT64_MASK, len(output_token_ids), params.min_tokens if len(stops) else 0,
-            -1 if params.logprobs is None else params.logprobs, penalty_row, bool(params.logit_bias),
+            num_alternatives, penalty_row, bool(params.logit_bias),
         )  # fmt: skip
 
     def move_row(self, src: int, dst: int) -> None:

@@ -124,7 +124,8 @@ class CompletionsDialect(Dialect[RequestOutput]):
         turns: list[Turn[RequestOutput]] = []
         has_gaps = bool(self.body.stream) or len(self.prompts) == 1  # else one is read after the other
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.context.limits.admit(self.exchange.tenant, len(self.prompts) * self.params.n))
+            num_sequences = len(self.prompts) * self.params.num_sequences
+            stack.enter_context(self.context.limits.admit(self.exchange.tenant, num_sequences))
             for prompt in self.prompts:
                 answering = self.context.reading(partial(self._completed, prompt), self.exchange, has_gaps)
                 with _named():

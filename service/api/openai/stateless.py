@@ -88,7 +88,7 @@ def open_stateless(context: Context, exchange: Exchange, history: StatelessReque
 async def _stateless(context: Context, history: StatelessRequest, turn: Turn[TurnResult]) -> TurnResult:
     engine, params, messages, options = context.engine, history.params, history.messages, history.options
     language, continues = engine.engine.chats.language, history.continues
-    with context.limits.admit(history.tenant, params.n):
+    with context.limits.admit(history.tenant, params.num_sequences):
         prompt, turn_starts, earlier = await engine.call_with_text(
             num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options,
             history.conversation, continues,

@@ -112,7 +112,7 @@ def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> Open
 async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnResult]) -> TurnResult:
     with ExitStack() as place:
         try:
-            place.enter_context(context.limits.admit(wanted.tenant))
+            place.enter_context(context.limits.admit(wanted.tenant, wanted.params.num_sequences))
         except ApiError:  # an unknown session is reported as unknown even where there is no room
             if not (wanted.begins_session or wanted.create):
                 await check_exists(context, wanted.key)

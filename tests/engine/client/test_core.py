@@ -406,7 +406,7 @@ class Telling(Child):
         ours, self._theirs = socket.socketpair()
         super().__init__(Start(1e9, {}), end=ours)
         self.told = Channel(self._theirs)
-        self.told.send_all(encode(Opened(Facts("none", 256, 256, 16, 1, 160, b"", b"", {}))))
+        self.told.send_all(encode(Opened(Facts("none", 256, 256, 16, 1, 160, b"", b"", {}, 64))))
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -132,7 +132,7 @@ def test_other_bytes_are_no_message(value):
 class SaysIt:
     """A `Core`."""
 
-    facts = Facts("none", 256, 256, 16, 1, 160, b"", b"", {})
+    facts = Facts("none", 256, 256, 16, 1, 160, b"", b"", {}, 64)
     life, state, is_reader = 0, "running", True
 
     def __init__(self) -> None:

@@ -24,7 +24,6 @@ CONSTRAINTS = {
     "guided_choice": ["a"],
     "bad_words": ["a"],
     "include_stop_str_in_output": True,
-    "use_beam_search": True,
     "lora_request": {"lora_name": "a"},
     "truncate_prompt_tokens": 8,
     "allowed_token_ids": [5],

@@ -4,7 +4,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.service.serving import KEY, server_fixture
+from tests.support.service.serving import KEY, server_fixture, serving
+from tests.support.service.talking import TALKING_ROUTES, talking_body
 
 MODEL = "kvstore-builtin"
 
@@ -107,6 +108,58 @@ def test_completions_with_log_probabilities(client):
     assert all(len(top) == 2 for top in made.logprobs.top_logprobs)
     assert made.logprobs.text_offset == [made.text.index(token) if i == 0 else len("".join(made.logprobs.tokens[:i]))
                                          for i, token in enumerate(made.logprobs.tokens)]  # fmt: skip
+
+
+# -- beam search -----------------------------------------------------------------------------------------------------
+SEARCH = {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}
+
+
+def test_a_beam_search_gives_its_best_answers_whole_or_as_a_stream(client):
+    def complete(**more):
+        asked = {"model": MODEL, "prompt": "My name", "max_tokens": 8, "n": 3, "extra_body": SEARCH}
+        return client.completions.create(**asked, **more)
+
+    made = complete()
+    texts = [choice.text for choice in made.choices]
+    assert len({*texts}) == 3 and [choice.index for choice in made.choices] == [0, 1, 2]
+    assert {choice.finish_reason for choice in made.choices} <= {"stop", "length"}
+    streamed = ["", "", ""]
+    for chunk in complete(stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+    assert complete(temperature=1.0).choices[0].text == texts[0], "what vLLM takes for nothing said"
+    chosen = client.chat.completions.create(model=MODEL, messages=said("Hello"), n=2, extra_body=SEARCH)
+    assert len({choice.message.content for choice in chosen.choices}) == 2
+
+
+@pytest.mark.parametrize("path", [*TALKING_ROUTES, "/v1/messages"])
+def test_a_route_with_one_answer_gives_the_best(server, path):
+    body = {**talking_body(path, "Hello"), "max_tokens": 8}
+    found = {server.post(path, {**body, **SEARCH}).status, server.post(path, {**body, **SEARCH, "top_k": 5}).status}
+    assert found == {200, 400}
+
+
+@pytest.mark.parametrize(("param", "more"), [
+    ("beam_width", {"extra_body": {**SEARCH, "beam_width": 65}}),
+    ("beam_width", {"n": 5, "extra_body": SEARCH}),
+    ("beam_width", {"extra_body": {"beam_width": 2}}),
+    ("temperature", {"temperature": 0.5, "extra_body": SEARCH}),
+    ("logprobs", {"logprobs": 1, "extra_body": SEARCH}),
+    ("stop", {"stop": ["x"], "extra_body": SEARCH}),
+    ("structured_outputs", {"extra_body": {**SEARCH, "structured_outputs": {"regex": "a"}}}),
+    ("guided_regex", {"extra_body": {**SEARCH, "guided_regex": "a"}}),
+])  # fmt: skip
+def test_what_a_beam_search_cannot_do_is_an_error_by_name(client, param, more):
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model=MODEL, prompt="Hello", max_tokens=4, **more)
+    assert wrong.value.param == param and param in wrong.value.message
+
+
+@pytest.mark.parametrize(("param", "more"), [("beam_width", {"beam_width": 5}), ("n", {"n": 5})])
+def test_more_beams_than_sequences_that_run_at_once_are_refused(param, more):
+    with serving(engine={"max_num_seqs": 4}) as small:
+        reply = small.post("/v1/completions", {"prompt": "Hello", "use_beam_search": True, **more})
+        assert (reply.status, reply.error["param"]) == (400, param) and "max_num_seqs" in reply.error["message"]
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

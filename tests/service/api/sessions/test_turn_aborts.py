@@ -80,7 +80,7 @@ class SeededLoop(asyncio.SelectorEventLoop):
 class SimulatedCore:
     """A `Core` in the loop: a token for each request now and then, `NUM_TOKENS` in all."""
 
-    facts = Facts("simulated", 1024, 1024, 16, 1, 8192, b"f" * 32, b"s" * 32, {})
+    facts = Facts("simulated", 1024, 1024, 16, 1, 8192, b"f" * 32, b"s" * 32, {}, 64)
     life, state, pid, silent_s, is_reader = 0, "running", None, 0.0, True
 
     def __init__(self, loop: SeededLoop) -> None:
