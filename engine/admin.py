@@ -19,9 +19,10 @@ import msgspec
 from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
-from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, ReadStats, VerifyBlocks
+from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, Prefetch, ReadStats, VerifyBlocks
 from kvstore.engine.outputs import MOST_ASKED, LastUsages
-from kvstore.engine.sessions.chat import Chats
+from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
+from kvstore.engine.sessions.window import lineage_of
 from kvstore.engine.stats import EngineStats
 from kvstore.errors import (
     EngineClosedError,
@@ -31,10 +32,8 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.answers import AnswerStore, owner_tag
-from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
+from kvstore.sessions.record import SessionHead, SessionKey
 
-DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
 MAX_PIN_S = 30 * 24 * 3600
 MAX_PINS = 10_000  # whose ends are known; the oldest beyond that are forgotten
@@ -44,12 +43,11 @@ RETRY_S = 2.0  # for resuming interrupted deletions, in all; the rest waits for 
 class Admin:
     """Administration of an engine, beside its requests. Any thread may call it. usages: of a server's last requests."""
 
-    def __init__(self, chats: Chats, answers: AnswerStore) -> None:
+    def __init__(self, chats: Chats) -> None:
         self._chats = chats
         self.usages = LastUsages()
         self._client = chats.client
         self._sessions = chats.sessions
-        self._answers = answers
         self._last_expiry_s = -math.inf
         self._expiring = threading.Lock()
         self._pins = dict[SessionKey, tuple[float, int]]()  # when the pin ends, and the life of the core that knows it
@@ -65,13 +63,13 @@ class Admin:
         for tombstone in self._sessions.pending_deletions():
             if (left := deadline - time.monotonic()) <= 0:
                 return
-            self._carry_out(tombstone, (), left)
+            self._chats.carry_out(tombstone, (), left)
 
     # -- the store ---------------------------------------------------------------------------------------------------
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         counters = self._client.call(ReadStats())
-        of_stores = {"sessions": self._sessions.stats(), "answers": self._answers.stats()}
+        of_stores = {"sessions": self._sessions.stats(), "answers": self._chats.answers.stats()}
         return cast(EngineStats, {"model": self._client.facts.model_name, **counters, **of_stores})
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
@@ -144,7 +142,7 @@ class Admin:
                 unstored = chat.mark_deleted()
                 self._chats.drop(key)
         if tombstone is not None:
-            self._carry_out(tombstone, unstored, timeout_s)
+            self._chats.carry_out(tombstone, unstored, timeout_s)
             return len(tombstone.block_ids)
         if unstored:
             self._client.call(Forget(unstored, RETRY_S))
@@ -154,10 +152,18 @@ class Admin:
         head = self._sessions.head(key)
         return head is not None and head.expires_s is not None and head.expires_s <= time.time()
 
-    def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
-        is_forgotten = self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
-        if self._client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
-            self._sessions.finish_deletion(tombstone.number).wait()
+    def prefetch(self, session_id: str, tenant: str = "") -> None:
+        """See `Engine.prefetch`."""
+        self._client.check_open()
+        key = SessionKey(tenant, session_id)
+        state = self._sessions.load(key)
+        if state is None and key in self._chats.known:
+            return  # it has no turn yet
+        if state is None:
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
+        if state.head.fingerprint == self._client.facts.fingerprint:  # else its KV is of another model
+            lineage = lineage_of(state, self._client.facts.root(tenant))
+            self._client.call(Prefetch(state.chain, state.token_ids, lineage, tenant))
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
         """Keep this session's KV longer than other KV, for so many seconds from now; 0 ends the pin.

@@ -6,7 +6,7 @@ Only this module, `turns` and `service` know asyncio.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import NO_EARLIER, Earlier, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession, Recalled
+from kvstore.engine.sessions.edits import Directive, EditResult
 from kvstore.engine.sessions.window import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
@@ -116,6 +117,12 @@ class AsyncChat:
     async def keep_last(self, num_turns: int) -> TurnRecord | None:
         """See `ChatSession.keep_last`."""
         return await self._engine.call(self.session.keep_last, num_turns)
+
+    async def edit(
+        self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None
+    ) -> EditResult:
+        """See `ChatSession.edit`."""
+        return await self._engine.call(self.session.edit, edits, reuse, expected_turn)
 
     async def set_ttl(self, ttl_s: float | None) -> None:
         """See `ChatSession.set_ttl`."""

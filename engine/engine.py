@@ -35,7 +35,10 @@ from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.language import Language, no_parser
 from kvstore.engine.text.prompts import (
     ToolsGiven,
+    check_length,
     check_messages,
+    check_owner,
+    check_text,
     checked_prompts,
     is_conversation,
     options_of,
@@ -188,8 +191,8 @@ class Engine:
         opened.callback(self.core.close)  # first, so that turns it ends can still be stored
         answers = None if template is None else choose_template(tokenizer, parser)
         language = Language(tokenizer, None if fault else template, why_not, answers)
-        self.chats = Chats(self.client, language, self.sessions)
-        self.admin = Admin(self.chats, self.answers)
+        self.chats = Chats(self.client, language, self.sessions, self.answers)
+        self.admin = Admin(self.chats)
         with suppress(RemoteError, StoreLostError):  # later rounds retry
             self.admin.resume()
         if self.sessions.sharing.is_shared:
@@ -272,15 +275,21 @@ class Engine:
         session. is_new: nobody has used this id so far, so the store need not be searched. Raises RequestError for a
         bad id or a model without a chat template, StoreError if the session cannot be read.
         """
-        key = SessionKey(tenant, session_id)
-        self.chats.check(key, system)
+        key, language = SessionKey(tenant, session_id), self.chats.language
+        check_owner(tenant, "", 0)
+        if system is not None:
+            check_text(system, "system")
+        language.chat_template()
+        if system is not None:
+            check_length([system], language.tokenizer, self.client.facts.max_request_tokens)
+        self.client.check_open()
         if not is_new:
             self.admin.expire(key)
         return self.chats.open(key, system, truncation, truncation_reuse, is_new)
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         """A hint that this session's person is typing. Raises RequestError when there is no such session."""
-        self.chats.prefetch(session_id, tenant)
+        self.admin.prefetch(session_id, tenant)
 
     def flush(self) -> None:
         """Returns when every finished block is synced on disk; at once without a disk tier.

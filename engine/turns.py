@@ -12,13 +12,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
-from kvstore.engine.client.requests import Handle
+from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sessions.window import OneTurn
 from kvstore.errors import EngineClosedError, KVStoreError, SessionBusyError
@@ -303,6 +303,26 @@ class Claims:
         lease, hold.lease = hold.lease, None
         if self._leases is not None and lease is not None:
             self._leases.release(lease)
+
+
+def blocking(
+    client: CoreClient, claims: Claims, key: SessionKey, begin: Callable[[Hold], OneTurn],
+    end: Callable[[Hold], object],
+) -> Iterator[Piece]:  # fmt: skip
+    """One turn of a session, for a caller that blocks; its last piece is held back until the turn is durable."""
+    final: Piece | None = None
+    hold = claims.hold(key)
+    with ExitStack() as held:
+        held.callback(claims.release, hold)
+        turn = begin(hold)
+        held.callback(end, hold)
+        for piece in client.stream(turn.handle):
+            if piece.finish_reason is None:
+                yield piece
+            else:
+                final = piece
+    if final is not None:
+        yield final
 
 
 @asynccontextmanager

@@ -173,8 +173,12 @@ class KVConnector(Protocol):
         lineage: Lineage,
         spans: Sequence[tuple[int, int]],
         tenant: str,
+        head: Sequence[int] = (),
     ) -> tuple[list[BlockId], Lineage] | None:
-        """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed."""
+        """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed.
+
+        head: tokens of whole blocks, computed, that stand before the spans; none of these is exact then.
+        """
         return None
 
     def close(self) -> None:

@@ -339,8 +339,8 @@ class LocalCore:
     def _carried_out(self, verb: Call[Any]) -> object:
         connector, upkeep = self.connector, self.connector.upkeep
         match verb:
-            case messages.Splice(chain, token_ids, lineage, spans, tenant):
-                return connector.splice(chain, token_ids, lineage, spans, tenant)
+            case messages.Splice(chain, token_ids, lineage, spans, tenant, head):
+                return connector.splice(chain, token_ids, lineage, spans, tenant, head)
             case messages.Prefetch(chain, token_ids, lineage, tenant):
                 connector.prefetch(chain, token_ids, lineage, tenant)
                 return None

@@ -66,13 +66,16 @@ class Call(msgspec.Struct, Generic[R], tag=True, array_like=True):
 
 
 class Splice(Call[tuple[list[BlockId], Lineage] | None]):
-    """Make a new chain of these spans [begin, end) of tokens, reusing their KV; None if that is not stored."""
+    """Make a new chain of these spans [begin, end) of tokens, reusing their KV; None if that is not stored. head: see
+    `KVConnector.splice`.
+    """
 
     chain: Sequence[BlockId]
     token_ids: Sequence[int]
     lineage: Lineage
     spans: Sequence[tuple[int, int]]
     tenant: str
+    head: Sequence[int] = ()
 
 
 class Prefetch(Call[None]):

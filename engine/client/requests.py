@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss
-from kvstore.engine.client.messages import Call, Core, Spliced, Submit
+from kvstore.engine.client.messages import Call, Core, Forget, Spliced, Submit
 from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import (
     NO_EARLIER,
@@ -36,13 +36,14 @@ from kvstore.engine.outputs import (
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.language import ChoiceText, NewParser, no_parser
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_width
-from kvstore.errors import EngineClosedError
+from kvstore.errors import EngineClosedError, EngineDiedError, StoreError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 R = TypeVar("R")
 LOGGER = logging.getLogger("kvstore.engine")
+FORGET_S = 2.0  # to wait for unneeded blocks to be deleted; otherwise they age out
 
 
 @dataclass(slots=True)
@@ -229,6 +230,12 @@ class CoreClient:
     def call(self, verb: Call[R]) -> R:
         """See `Core.call`."""
         return self.core.call(verb)
+
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """Delete KV that nothing refers to any more, unless the core is gone."""
+        if block_ids and not self.closed:
+            with suppress(StoreError, EngineClosedError, EngineDiedError):
+                self.call(Forget(block_ids, FORGET_S))
 
     def submit(
         self,

@@ -4,6 +4,7 @@ Loads no torch.
 
 - `chat`: a session, and its place in the store: send, stream, fork; durable turn by turn; sessions by their ids, and
   hints that one is needed soon
+- `edits`: messages that are removed or replaced, and what becomes of the window's ids and KV
 - `recall`: a history's prompt, with the original ids of known answers; recent conversations by keyed digests
 - `window`: what of a session is in the model's window, and how it is truncated; a turn's prompt and its record
 
@@ -16,6 +17,9 @@ conversation is rendered again.
 Truncation cuts in id space. The template's text between turns tells where a turn begins. When prompt and answer would
 exceed the window, the oldest turns are dropped, down to half the window; the system prompt stays. The rest keeps its
 ids, and its KV by a splice. Reasoning that a turn drops goes in the same way, and in the same splice.
+
+An edit keeps the ids of all turns that it does not touch, and says what to change in a turn of its own. A chain has one
+splice: where a message is replaced, everything up to it is computed before the turns behind it are spliced.
 
 Histories that come back as text become their original ids. Known answers are found by a keyed digest of the history up
 to them, or else of their text. The template's render is split there, and everything between is encoded. No text is

@@ -12,31 +12,32 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from msgspec import structs
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.client.messages import Forget, Pin, Prefetch
+from kvstore.engine.client.messages import Forget, Pin
 from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.window import OneTurn, Window, lineage_of, spliced_blocks
+from kvstore.engine.sessions.edits import Directive, EditResult, directives_of, edit
+from kvstore.engine.sessions.window import OneTurn, Window, spliced_blocks
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import (
     NO_OPTIONS,
     AnswerOptions,
     ToolsGiven,
-    check_length,
-    check_owner,
     check_results,
-    check_text,
     check_truncation,
     checked_turn,
     messages_of,
     options_of,
 )
-from kvstore.engine.turns import Claims, Hold
+from kvstore.engine.turns import Claims, Hold, blocking
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -47,12 +48,13 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
+from kvstore.sessions.answers import AnswerStore, owner_tag
+from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim
 from kvstore.sessions.store import SessionStore
 
 Recalled = Callable[[list[Message]], list[int]]
-FORGET_S = 2.0  # to wait for unneeded blocks to be deleted; otherwise they age out
+DELETE_TIMEOUT_S = 60.0
 
 
 class ChatSession:
@@ -85,7 +87,9 @@ class ChatSession:
             self._adopt(state)
 
     def __dir__(self) -> list[str]:
-        public = "fork is_busy keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
+        public = (
+            "edit fork is_busy keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
+        )
         return [*public.split(), "token_ids", "truncated_tokens", "truncation", "truncation_reuse"]
 
     def __repr__(self) -> str:
@@ -140,7 +144,11 @@ class ChatSession:
     ) -> Iterator[Piece]:  # fmt: skip
         """`send`, piece by piece; afterwards `last` is the whole output. Leaving early ends the answer there."""
         chosen = SamplingParams() if params is None else params
-        return _pieces(self, self.check(messages_of(said), chosen), chosen, options_of(tools, thinking))
+        asked = (self.check(messages_of(said), chosen), chosen)
+        return blocking(
+            self.chats.client, self.chats.claims, self.key,
+            lambda hold: self.begin(hold, *asked, options=options_of(tools, thinking)), self.end,
+        )  # fmt: skip
 
     def check(self, messages: Sequence[Message], params: SamplingParams) -> list[Message]:
         """See `checked_turn`. Only a session without turns takes a history."""
@@ -204,7 +212,7 @@ class ChatSession:
                 parser=language.parser(options), earlier=before.had_of(following, template, new, self.updated_s),
             )  # fmt: skip
         except Exception:
-            _forget(client, following.spliced_blocks(before.lineage))
+            client.forget(following.spliced_blocks(before.lineage))
             raise
         return OneTurn(before, new, following, handle, idempotency_key, template)
 
@@ -229,7 +237,7 @@ class ChatSession:
             finally:
                 is_stored = record is not None
                 is_deleted = not is_stored and self.check_deleted()
-                _forget(client, turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size))
+                client.forget(turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size))
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
@@ -277,10 +285,14 @@ class ChatSession:
                 self.is_deleted = head is None or head.number != self.number
         return self.is_deleted
 
-    def store(self, turn: TurnRecord, after: Window, lease: Claim | None) -> None:
-        """Store the next turn, durable on return. after: the window with it."""
+    def store(
+        self, turn: TurnRecord, after: Window, lease: Claim | None, forgotten: Sequence[MessageEdit] = ()
+    ) -> None:
+        """Store the next turn, durable on return. after: the window with it. forgotten: see `SessionStore`."""
         facts, sessions = self.chats.client.facts, self.chats.sessions
-        head = sessions.commit_turn(self.key, turn, facts.fingerprint, facts.model_name, self.number, lease).wait()
+        head = sessions.commit_turn(
+            self.key, turn, facts.fingerprint, facts.model_name, self.number, lease, forgotten
+        ).wait()
         self.number, self.updated_s = head.number, head.updated_s
         self.num_turns += 1
         self.truncated_tokens += turn.truncated_tokens
@@ -319,30 +331,76 @@ class ChatSession:
         hold: the caller's, if it holds the session already. Raises SessionBusyError while a turn runs,
         SessionNotFoundError when the session was deleted.
         """
-        client = self.chats.client
+
+        def shortened() -> tuple[Window, dict[str, Any]] | None:
+            before, template = self.window, self.chats.language.chat_template()
+            after = before.last(num_turns, self.chats.client, self.tenant, self.truncation_reuse)
+            if after is None:
+                return None
+            num_tokens = max(0, len(before.token_ids) - after.num_tokens(template))
+            return after, {"truncated_tokens": num_tokens, "finish_reason": "truncated"}
+
+        return self._change(shortened, hold)
+
+    def edit(
+        self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None,
+        hold: Hold | None = None,
+    ) -> EditResult:  # fmt: skip
+        """Remove messages, or give them another content; see `Directive`. Durable on return. It is stored as a turn
+        without messages; a fork of the turn before goes on without it.
+
+        reuse: of the KV behind the edit. "exact": none; the next turn computes it. "reencode": what is stored, which
+        remembers what it has read. "forget": none; it is deleted everywhere, and what was there from the transcript.
+        expected_turn: how many turns the session has, else SessionBusyError. Raises RequestError, and as `keep_last`.
+        """
+        directives, chats, num_reencoded = directives_of(edits, reuse), self.chats, 0
+
+        def edited() -> tuple[Window, dict[str, Any]]:
+            nonlocal num_reencoded
+            if expected_turn not in (None, self.num_turns):
+                raise SessionBusyError(f"session {self.session_id} has gone on since turn {expected_turn}")
+            turns, template = chats.sessions.turns(self.key, 0, self.num_turns), chats.language.chat_template()
+            made, after, num_reencoded = edit(
+                self.window, turns or (), directives, reuse, template, chats.client, self.tenant
+            )
+            miss = None if after.miss is None else structs.asdict(after.miss)
+            return after, {"edits": made, "finish_reason": "edited", "miss": miss}
+
+        record = self._change(edited, hold, forgets=reuse == "forget")
+        assert record is not None
+        done = "exact" if reuse == "reencode" and not num_reencoded else reuse
+        return EditResult(record.number, done, len(record.token_ids), num_reencoded)
+
+    def _change(
+        self, change: Callable[[], tuple[Window, dict[str, Any]] | None], hold: Hold | None, forgets: bool = False
+    ) -> TurnRecord | None:
+        """Store a turn without messages: the window after it, and more of its record. hold: see `keep_last`."""
+        claims = self.chats.claims
         with ExitStack() as leased:
             if hold is None:
-                hold = self.chats.claims.hold(self.key)
-                leased.callback(self.chats.claims.release, hold)
+                hold = claims.hold(self.key)
+                leased.callback(claims.release, hold)
             self._lease(hold, leased)
             with self.storing:
                 if self.is_deleted or self.number is None:
                     raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
-                before = self.window
-                after = before.last(num_turns, client, self.tenant, self.truncation_reuse)
-                if after is None:
+                before, changed = self.window, change()
+                if changed is None:
                     self.chats.sessions.confirm()
                     return None
-                num_tokens = len(before.token_ids) - after.num_tokens(self.chats.language.chat_template())
-                record = after.record(
-                    self.num_turns + 1, (), truncated_tokens=max(0, num_tokens), finish_reason="truncated"
-                )
+                after, more = changed
+                forgotten = more.pop("edits") if forgets else ()
+                record = after.record(self.num_turns + 1, (), **more)
                 try:
-                    self.store(record, after, hold.lease)
+                    self.store(record, after, hold.lease, forgotten)
                 except Exception:
-                    _forget(client, spliced_blocks(after.chain, after.lineage, before.lineage))
+                    self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
                     raise
-                return record
+        self.last = None if forgets else self.last
+        for tombstone in self.chats.sessions.pending_deletions() if forgets else ():
+            if tombstone.key == self.key:
+                self.chats.carry_out(tombstone, (), DELETE_TIMEOUT_S)
+        return record
 
     def set_ttl(self, ttl_s: float | None) -> None:
         """Let the session expire this many seconds after its last turn; None keeps it. Needs a first turn."""
@@ -369,31 +427,6 @@ class ChatSession:
         return hold.turn.unneeded_blocks(is_stored=False, is_deleted=True, block_size=block_size)
 
 
-def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams, options: AnswerOptions) -> Iterator[Piece]:
-    """One turn; its last piece is held back until the turn is durable."""
-    final: Piece | None = None
-    claims = chat.chats.claims
-    hold = claims.hold(chat.key)
-    with ExitStack() as held:
-        held.callback(claims.release, hold)
-        turn = chat.begin(hold, said, params, options=options)
-        held.callback(chat.end, hold)
-        for piece in chat.chats.client.stream(turn.handle):
-            if piece.finish_reason is None:
-                yield piece
-            else:
-                final = piece
-    if final is not None:
-        yield final
-
-
-def _forget(client: CoreClient, block_ids: Sequence[BlockId]) -> None:
-    """Delete KV that nothing refers to any more, unless the core is gone."""
-    if block_ids and not client.closed:
-        with suppress(StoreError, EngineClosedError, EngineDiedError):
-            client.call(Forget(block_ids, FORGET_S))
-
-
 MAX_KEPT = 256
 MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each
 
@@ -403,25 +436,16 @@ class Chats:
     made.
     """
 
-    def __init__(self, client: CoreClient, language: Language, sessions: SessionStore) -> None:
+    def __init__(self, client: CoreClient, language: Language, sessions: SessionStore, answers: AnswerStore) -> None:
         self.client = client
         self.language = language
         self.sessions = sessions
+        self.answers = answers
         self.claims = Claims(sessions.sharing.leases)
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._kept: OrderedDict[SessionKey, tuple[ChatSession, int]] = OrderedDict()  # with its tokens then
         self._num_kept_tokens = 0
-
-    def check(self, key: SessionKey, system: str | None) -> None:
-        """Check the arguments for a session. Raises RequestError, and as `CoreClient.check_open`."""
-        check_owner(key.tenant, "", 0)
-        if system is not None:
-            check_text(system, "system")
-        self.language.chat_template()
-        if system is not None:
-            check_length([system], self.language.tokenizer, self.client.facts.max_request_tokens)
-        self.client.check_open()
 
     def open(
         self,
@@ -469,16 +493,8 @@ class Chats:
             self.known.pop(key, None)
             self._let_go(key)
 
-    def prefetch(self, session_id: str, tenant: str) -> None:
-        """See `Engine.prefetch`."""
-        self.client.check_open()
-        key = SessionKey(tenant, session_id)
-        state = self.sessions.load(key)
-        if state is None and key in self.known:
-            return  # it has no turn yet
-        if state is None:
-            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-        if state.head.fingerprint != self.client.facts.fingerprint:
-            return  # its KV is of another model
-        lineage = lineage_of(state, self.client.facts.root(tenant))
-        self.client.call(Prefetch(state.chain, state.token_ids, lineage, tenant))
+    def carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
+        """Delete what a deletion has left behind, and further unstored blocks. What cannot be deleted stays pending."""
+        is_forgotten = self.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
+        if self.client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
+            self.sessions.finish_deletion(tombstone.number).wait()

@@ -29,6 +29,11 @@ _SEAMS = {("assistant", "user"), ("assistant", "tool")}  # the roles before and 
 ANSWER_SHARE = 8  # without a max_tokens that a truncation makes room for, a turn keeps 1/8 of the window for its answer
 
 
+def turn_begins(said: Sequence[Message]) -> list[int]:
+    """Where a turn begins in messages that follow the system prompt: at the first one, and after each answer."""
+    return [i for i in range(len(said)) if i == 0 or (said[i - 1]["role"], said[i]["role"]) in _SEAMS]
+
+
 def spliced_blocks(chain: Sequence[BlockId], lineage: Lineage, *kept: Lineage) -> Sequence[BlockId]:
     """The blocks that were spliced for this chain; none if one of the lineages `kept` has the same splice."""
     first = lineage.splice_index
@@ -67,7 +72,7 @@ class Window:
 
     messages: the whole transcript; num_dropped: how many of them, after the system prompt, are not in the window.
     options: the digest of the tools and variables that its ids were rendered with; empty for none. num_foreign: of ids
-    that other weights had, which were dropped.
+    that other weights had, which were dropped. miss: what the next turn computes anew, as an edit has just moved it.
     """
 
     system: list[Message]
@@ -79,6 +84,7 @@ class Window:
     turn_starts: list[int] = field(default_factory=list)
     options: bytes = b""
     num_foreign: int = 0
+    miss: Miss | None = None
 
     @classmethod
     def of(cls, state: SessionState, client: CoreClient) -> Window:
@@ -90,7 +96,7 @@ class Window:
             return cls(system, state.messages, num_dropped, [], [], Lineage(root), num_foreign=num_foreign)
         return cls(
             system, state.messages, num_dropped, state.token_ids, state.chain, lineage_of(state, root),
-            list(state.turn_starts), state.options,
+            list(state.turn_starts), state.options, miss=None if state.miss is None else Miss(**state.miss),
         )  # fmt: skip
 
     def record(self, number: int, messages: Sequence[Message], since: Window | None = None, **more: Any) -> TurnRecord:
@@ -166,6 +172,8 @@ class Window:
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
         """What the session had of the next prompt. ended_s: when its last turn did."""
+        if self.miss is not None:
+            return Earlier(0 if turn.rebase else self.miss.token, ended_s, self.miss)
         if not turn.rebase:
             return Earlier(max(0, len(self.token_ids) - 1), ended_s)
         shown = [*self.kept(turn.num_dropped), *said]
@@ -197,9 +205,7 @@ class Window:
         return [*starts, num_known + len(end)]
 
     def _starts_of_turns(self) -> list[int]:
-        """Where a turn begins in the messages after the system prompt: after the start, and after each answer."""
-        said = self.messages[len(self.system) :]
-        return [i for i in range(len(said)) if i == 0 or (said[i - 1]["role"], said[i]["role"]) in _SEAMS]
+        return turn_begins(self.messages[len(self.system) :])
 
     # -- thinking ----------------------------------------------------------------------------------------------------
     def _thoughts(

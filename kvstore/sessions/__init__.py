@@ -4,6 +4,7 @@ Knows LMDB, Redis and token ids; no KV, no tier and no engine.
 
 - `answers`: token ids of answers by keyed digests, across restarts, within a bound
 - `check`: a walk over all of them; what leads to a whole session is made again
+- `forgetting`: takes messages back, with the blocks that were computed from them
 - `marker`: a note beside it of which file holds the sessions
 - `memory`: tables in memory, and which sessions stay in them
 - `record`: what a session is, its bytes, and how turns add up
@@ -22,6 +23,10 @@ engine's step never waits. KV may be lost and is computed again; an acknowledged
 
 The store keeps, per block, which sessions refer to it. Deleting a session is one transaction that writes a
 tombstone with the blocks that nobody else refers to; these go from every tier, also after a crash in between.
+
+An edit is a turn of its own that says what to change; what was there stays, and a fork of the turn before has it.
+Forgetting is the exception: it rewrites the turns from the first changed message on and leaves a tombstone, in one
+transaction.
 
 A store of sessions is never silently replaced by an empty one. Its file has a random name, kept in it and beside it: a
 missing or different file is reported until it is back or given up. Of a damaged session the turns up to the first

@@ -83,6 +83,20 @@ class SessionHead(Record, frozen=True):
         return f"{micros(self.updated_s):016x}{self.number:016x}"
 
 
+class MessageEdit(Record, frozen=True):
+    """A change of message `index` of those that turn `turn` has added. message: what stands there instead; None:
+    nothing.
+    """
+
+    turn: U32
+    index: U32
+    message: StoredMessage | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.turn, self.index
+
+
 @disk_records.stored
 class TurnRecord(Record, frozen=True):
     """One turn, as it is stored. Sequences are copied into tuples.
@@ -95,7 +109,7 @@ class TurnRecord(Record, frozen=True):
     num_dropped_messages: of all messages after the system prompt, how many are no longer in the window.
     truncated_tokens: dropped by this turn. miss: why it computed what an earlier turn had, if it did. idempotency_key:
     the request's; no two turns of a session have the same. options: a digest of the tools and variables that the ids in
-    the window were rendered with; empty for none.
+    the window were rendered with; empty for none. edits: changes of what earlier turns added, which is still there.
     """
 
     number: U32
@@ -115,11 +129,12 @@ class TurnRecord(Record, frozen=True):
     created_s: Seconds = 0.0
     idempotency_key: str | None = None
     options: bytes = b""
+    edits: Sequence[MessageEdit] = ()
 
     def __post_init__(self) -> None:
         structs.force_setattr(self, "messages", tuple(dict(message) for message in self.messages))
         structs.force_setattr(self, "usage", dict(self.usage))
-        for name in ("token_ids", "chain", "turn_starts"):
+        for name in ("token_ids", "chain", "turn_starts", "edits"):
             structs.force_setattr(self, name, tuple(getattr(self, name)))
 
     @property
@@ -131,7 +146,10 @@ class TurnRecord(Record, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """A session at the end of `turn` (0: before its first). The lists are the caller's own; `head` is as of now."""
+    """A session at the end of `turn` (0: before its first). The lists are the caller's own; `head` is as of now.
+
+    miss: what the next turn has to compute anew, and why, if the last one was an edit.
+    """
 
     head: SessionHead
     turn: int
@@ -145,11 +163,13 @@ class SessionState:
     num_dropped_messages: int = 0
     truncated_tokens: int = 0  # by all turns up to this one
     options: bytes = b""
+    miss: dict[str, Any] | None = None
 
 
 @disk_records.stored
 class Tombstone(Record, frozen=True):
-    """A deletion that is not finished yet: the blocks that no session referred to any more when it happened.
+    """A deletion of a session, or of some of its messages, that is not finished yet: the blocks that no session
+    referred to any more when it happened.
 
     A later session with the same content may refer to the same ids. Deleting them is still harmless: KV is a cache, and
     missing blocks are computed again.
@@ -174,10 +194,25 @@ def with_turn(head: SessionHead, turn: TurnRecord, now_s: float) -> SessionHead:
     )  # fmt: skip
 
 
+def transcript(turns: Sequence[TurnRecord]) -> dict[tuple[int, int], Message]:
+    """The messages at the end of the last of `turns`, which are the session's first ones; by their turns, and their
+    indices among what these have added.
+    """
+    said: dict[tuple[int, int], Message] = {}
+    for turn in turns:
+        said |= {(turn.number, index): dict(message) for index, message in enumerate(turn.messages)}
+        for edit in turn.edits:
+            if edit.message is None:
+                said.pop(edit.place, None)
+            else:
+                said[edit.place] = dict(edit.message)
+    return said
+
+
 def replay(head: SessionHead, turns: Sequence[TurnRecord]) -> SessionState:
     """The state at the end of the last of `turns`, which are the session's first ones in order."""
     messages: list[Message] = [] if turns and turns[0].system else [dict(message) for message in head.system]
-    messages += [dict(message) for turn in turns for message in turn.messages]
+    messages += transcript(turns).values()
     start = max((i for i, turn in enumerate(turns) if turn.base == "rebase"), default=0)
     state = SessionState(head, len(turns), messages, [], [])
     for turn in turns[start:]:
@@ -189,6 +224,7 @@ def replay(head: SessionHead, turns: Sequence[TurnRecord]) -> SessionState:
         state, first_reencoded=turns[-1].first_reencoded, splice_parent=turns[-1].splice_parent,
         splice_end=turns[-1].splice_end, turn_starts=turns[-1].turn_starts,
         num_dropped_messages=turns[-1].num_dropped_messages, options=turns[-1].options,
+        miss=None if turns[-1].messages else turns[-1].miss,
         truncated_tokens=sum(turn.truncated_tokens for turn in turns),
     )  # fmt: skip
 

@@ -19,9 +19,10 @@ from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.errors import RemoteError, SessionDamagedError, StoreError, StoreLostError
 from kvstore.sessions import remains, tables
 from kvstore.sessions.check import CheckReport, mend
+from kvstore.sessions.forgetting import forget
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.memory import MemoryTables, RecentSessions
-from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim, Sharing
 from kvstore.sessions.storage import IO_ERRORS, DiskTables, Storage, Ticket, Transactions
 from kvstore.sessions.tables import TABLES, View
@@ -91,13 +92,14 @@ class SessionStore:
 
     def commit_turn(
         self, key: SessionKey, turn: TurnRecord, fingerprint: bytes = b"", model: str = "",
-        session_number: int | None = None, lease: Claim | None = None,
+        session_number: int | None = None, lease: Claim | None = None, forgotten: Sequence[MessageEdit] = (),
     ) -> Ticket[SessionHead]:  # fmt: skip
         """Store the next turn; of a new session if the id is unknown. Refused unless turn.number is the last one's + 1.
 
         fingerprint, model: replace the session's unless empty. session_number: the `number` of the head that the turn
         was computed for; refused if that session is gone, so that a turn cannot bring back a deleted session. lease:
-        from `Leasing.acquire`; refused if another server has the session by now.
+        from `Leasing.acquire`; refused if another server has the session by now. forgotten: see
+        `kvstore.sessions.forgetting`; the KV is a pending deletion then.
         """
         payload = tables.encode_turn(turn, key)
         draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)
@@ -107,6 +109,9 @@ class SessionStore:
                 tables.expect_append(view, key, session_number, turn)
             if lease is not None:
                 lease.check(view)
+            if forgotten:
+                assert session_number is not None
+                return forget(view, key, session_number, forgotten, turn, draft)
             return tables.append(view, draft, turn, payload, session_number)
 
         return self._submit(key, append)

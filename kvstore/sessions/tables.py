@@ -299,9 +299,8 @@ def expect_append(view: View, key: SessionKey, number: int, turn: TurnRecord) ->
     view.expect([(NAMES, name_key(key)), (HEADS, be64(number)), *entries_of_turn(number, turn)])
 
 
-def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
-    """Append a turn. draft: the head if the session is new; its time, fingerprint and model apply in any case."""
-    key = draft.key
+def next_of(view: View, key: SessionKey, turn: TurnRecord, expected: int | None) -> SessionHead | None:
+    """The head of the session whose next turn this is; None: of a new one. expected: its number. Raises StoreError."""
     head = read_head(view, key)
     if expected is not None and (head is None or head.number != expected):
         raise StoreError(f"session {key.session_id} was deleted meanwhile: turn {turn.number} is not stored")
@@ -311,6 +310,13 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
             f"session {key.session_id} has {num_turns} turns, so turn {turn.number} is not its next one: "
             "another writer came first; load the session again"
         )
+    return head
+
+
+def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
+    """Append a turn. draft: the head if the session is new; its time, fingerprint and model apply in any case."""
+    key = draft.key
+    head = next_of(view, key, turn, expected)
     system = head.system if head else draft.system
     if turn.system and (turn.number > 1 or (system and turn.system != system)):
         raise StoreError(f"turn {turn.number} of session {key.session_id} brings another system prompt: make a new one")

@@ -381,11 +381,11 @@ class KVStore:
         return losses.why(block_id, since_s, disk is not None or believed is not None)
 
     def splice(
-        self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes
+        self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes, head: Sequence[int] = ()
     ) -> tuple[list[BlockId], Lineage] | None:
         """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest must be computed."""
         can_splice = self.cpu.keep and (self.stored.has_windows or not self.stored.num_state_blocks)
-        planned = plan_chain(old, spans, self.stored, secret) if can_splice else None
+        planned = plan_chain(old, spans, self.stored, secret, head) if can_splice else None
         if planned is None:
             return None
         conversation = self._conversation_of(old.chain)

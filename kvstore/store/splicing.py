@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage, child_block_id, splice_parent_id
+from kvstore.blocks.ids import (
+    TOKEN_BYTES,
+    BlockId,
+    Lineage,
+    child_block_id,
+    extend_chain,
+    splice_parent_id,
+    token_bytes,
+)
 from kvstore.blocks.records import BlockRecord, SplicedState, WindowRun
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
@@ -47,25 +55,27 @@ class Spliced:
 
 
 def plan_chain(
-    old: ChainContent, spans: Sequence[tuple[int, int]], stored: StoredBlocks, secret: bytes
+    old: ChainContent, spans: Sequence[tuple[int, int]], stored: StoredBlocks, secret: bytes, head: Sequence[int] = ()
 ) -> Spliced | None:
     """The chain of the kept `spans` of old tokens, as far as full blocks can be made. None if nothing can be reused.
 
     Its first blocks, before any token that moved and before an earlier splice, are the old ones: a chain has one
-    splice. If layers have windows, it ends where these can be made of what is stored.
+    splice. Or they are computed, of the tokens in `head`, which fill whole blocks. If layers have windows, it ends
+    where these can be made of what is stored, and must have no such head.
     """
     size = stored.block_size
-    planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index)
-    num_exact, new_blocks = planned.num_exact_blocks, planned.blocks[: _num_with_windows(old, planned, stored)]
-    if not new_blocks:
+    planned = plan_splice(spans, size, len(old.chain), 0 if head else old.lineage.splice_index)
+    new_blocks = planned.blocks[: _num_with_windows(old, planned, stored)]
+    if not new_blocks or (head and stored.num_state_blocks):
         return None
     pieces = [one for block in new_blocks for one in block.pieces]
     sources = {one.source_block: stored.record(old, one.source_block) for one in pieces}
     reused = [(sources[one.source_block].block_id, one.source_offset, one.length) for one in pieces]
-    chain = old.chain[:num_exact]
+    chain = old.chain[: planned.num_exact_blocks]
+    extend_chain(chain, old.lineage.root, head, size)
     parent = splice_parent_id(secret, chain[-1] if chain else old.lineage.root, reused)
-    first, end = num_exact, num_exact + len(new_blocks)
-    tokens = b"".join(old.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES] for start, stop in spans)
+    first, end = len(chain), len(chain) + len(new_blocks)
+    tokens = token_bytes(head) + b"".join(old.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES] for start, stop in spans)
     new = ChainContent(chain, tokens, Lineage(old.lineage.root, first, parent, end), old.tenant)
     blocks, states = list[NewBlock](), list[NewBlock]()
     for index, block in enumerate(new_blocks, start=first):

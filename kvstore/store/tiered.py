@@ -167,11 +167,12 @@ class TieredConnector:
         lineage: Lineage,
         spans: Sequence[tuple[int, int]],
         tenant: str,
+        head: Sequence[int] = (),
     ) -> tuple[list[BlockId], Lineage] | None:
         content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:
             self.parts.store.poll()
-            spliced = self.parts.store.splice(content, spans, self.parts.secret)
+            spliced = self.parts.store.splice(content, spans, self.parts.secret, head)
             self.parts.store.poll()
             return spliced
 

@@ -131,7 +131,11 @@ def test_a_salt_separates_within_a_tenant(pair, route):
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
-BODIES = {"/sessions/{id}/pin": {"ttl": 60}, "/sessions/{id}/truncate": {"turns": 1}}
+BODIES = {
+    "/sessions/{id}/pin": {"ttl": 60},
+    "/sessions/{id}/truncate": {"turns": 1},
+    "/sessions/{id}/edit": {"edits": [{"type": "replace", "index": 0, "content": "a"}], "reuse": "forget"},
+}
 
 
 OF_A_SESSION = [(one.method, one.path) for one in ROUTES if re.match(r"/(sessions|v1/responses)/\{id", one.path)]

@@ -6,10 +6,13 @@ is there whole or not at all; nothing is there twice. `--long` makes it many rou
 
 import os
 import pty
+import random
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
@@ -46,6 +49,7 @@ BODIES = {
     "/detokenize": {"tokens": [5, 6]},
     "/sessions/{id}/pin": {"ttl": 5},
     "/sessions/{id}/truncate": {"turns": 1},
+    "/sessions/{id}/edit": {"edits": [{"type": "replace", "index": 0, "content": "a"}]},
     "/admin/evict": {"all": True},
 }
 
@@ -104,6 +108,37 @@ def test_a_server_that_is_killed_keeps_what_was_acknowledged(store, request):
     verify(store)
     stored = stored_turns(store)
     assert stored[session_id] == said and len(stored) == num_sessions + 1
+
+
+def test_a_server_that_is_killed_while_it_forgets_has_the_old_transcript_or_the_new_and_finishes(store):
+    """At any moment from the request on; an edit that was acknowledged stays one before its first turn."""
+    rng, text = random.Random(3), "A secret matter."
+    edits = {"edits": [{"type": "remove", "index": 0}, {"type": "remove", "index": 1}], "reuse": "forget"}
+    outcomes = set[bool]()
+    for number in range(3):
+        with launched(store) as server:
+            session_id = chat(server, text, **GREEDY)["session_id"]
+            chat(server, "Another one.", session_id, **GREEDY)
+            server.flush()
+            asking = threading.Thread(target=suppressed, args=(server, f"/sessions/{session_id}/edit", edits))
+            asking.start()
+            asking.join(rng.random() / 50 if number < 2 else None)
+            server.kill()
+            asking.join()
+        with launched(store) as server:
+            said = [one["content"] for one in server.get(f"/sessions/{session_id}").json()["messages"]]
+            outcomes.add(text in said)
+            assert said[-2] == "Another one." and len(said) == (4 if text in said else 2)
+            assert chat(server, "And now?", session_id, **GREEDY)["turn"] == (3 if text in said else 4)
+            assert server.admin("GET", "/admin/stats").json()["sessions"]["pending_deletions"] == 0
+            assert server.request("DELETE", f"/sessions/{session_id}").status == 200
+        verify(store)
+    assert False in outcomes
+
+
+def suppressed(server: ServerProcess, path: str, body: dict) -> None:
+    with suppress(OSError, HTTPException):
+        server.post(path, body)
 
 
 def kill_core(server: ServerProcess) -> None:

@@ -97,6 +97,23 @@ def test_a_session_deleted_on_one_server_is_unknown_on_the_other(fleet):
     wait_until(lambda: one.admin("GET", "/admin/stats").json()["sessions"]["pending_deletions"] == 0, "carried through")
 
 
+def test_an_edit_on_one_server_holds_on_the_other(fleet):
+    """Also in what the other has in memory of the session, and in its tiers."""
+    one, other = fleet.servers
+    session_id = chat(one, "A secret matter, of which both servers know.")["session_id"]
+    chat(other, "Another matter.", session_id)
+    before = chat(one, "And what else?", session_id)["usage"]["prompt_tokens"]
+    edits = {"edits": [{"type": "remove", "index": 0}, {"type": "remove", "index": 1}], "expected_turn": 3}
+    assert refused(other.post(f"/sessions/{session_id}/edit", edits | {"expected_turn": 2})) == (409, "session_busy")
+    assert other.post(f"/sessions/{session_id}/edit", edits | {"reuse": "forget"}).json()["turn"] == 4
+    assert refused(one.post(f"/sessions/{session_id}/edit", edits)) == (409, "session_busy")
+    turn = chat(one, "Go on.", session_id)
+    assert turn["turn"] == 5 and turn["usage"]["prompt_tokens"] < before
+    for server in fleet.servers:
+        assert b"secret" not in server.get(f"/sessions/{session_id}").body
+    wait_until(lambda: one.admin("GET", "/admin/stats").json()["sessions"]["pending_deletions"] == 0, "carried through")
+
+
 def test_without_redis_turns_are_refused_in_time_and_nothing_is_acknowledged(fleet):
     one, other = fleet.servers
     session_id = chat(one, "Hello.")["session_id"]

@@ -1,6 +1,6 @@
 """`/chat` and `/sessions`: durable conversations.
 
-- `routes`: list, show, delete, fork, prefetch, pin, truncate, stop
+- `routes`: list, show, delete, fork, prefetch, pin, truncate, edit, stop
 - `turns`: POST /chat, and what a turn of a session does, from its admission to its stored answer
 
 Decisions:

@@ -1,4 +1,5 @@
-"""Routes of sessions: list, import, show, delete, label, fork, prefetch, pin, truncate, stop. Each tenant sees its own.
+"""Routes of sessions: list, import, show, delete, label, fork, prefetch, pin, truncate, edit, stop. Each tenant sees
+its own.
 
 Another tenant's session gets the same answer as one that does not exist.
 """
@@ -7,12 +8,13 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from kvstore.engine.sessions.edits import Directives, EditResult, message_id
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of
 from kvstore.engine.turns import Hold, held
@@ -70,6 +72,17 @@ class TruncateBody(msgspec.Struct):
     turns: Annotated[int, Meta(ge=0, le=MAX_TURNS)]
 
 
+class EditBody(msgspec.Struct):
+    """edits: messages to remove, or to give another content. reuse: of the KV behind the first of them: "exact" (it is
+    computed again), "reencode" (it is kept, and remembers what it has read), "forget" (it is deleted, with what was
+    there). expected_turn: how many turns the session has; else nothing is changed.
+    """
+
+    edits: Directives
+    reuse: Literal["exact", "reencode", "forget"] = "exact"
+    expected_turn: Annotated[int, Meta(ge=1, le=MAX_TURNS)] | None = None
+
+
 class EmptyBody(msgspec.Struct):
     """An empty body."""
 
@@ -112,8 +125,19 @@ class SessionList(msgspec.Struct):
     last_id: str | None
 
 
+class EditOut(msgspec.Struct):
+    """id: of the message, its turn and its place among what that turn added, from 0: "3.0". message: what stands there
+    instead; null: nothing.
+    """
+
+    id: str
+    message: MessageOut | None
+
+
 class TurnOut(msgspec.Struct):
-    """messages: what the turn added; none for a truncation by request."""
+    """messages: what the turn added; none for a truncation by request and for an edit. edits: what that one changed,
+    unless it was to be forgotten.
+    """
 
     turn: int
     messages: list[MessageOut]
@@ -122,6 +146,7 @@ class TurnOut(msgspec.Struct):
     timings: TimingsObject
     truncated_tokens: int
     created_at: int
+    edits: list[EditOut]
 
 
 class SessionOut(SessionInfo):
@@ -162,6 +187,18 @@ class Truncated(msgspec.Struct):
     truncated_tokens: int
 
 
+class Edited(msgspec.Struct):
+    """turn: the entry stored for it. reuse: what was done: "exact" also where there was no KV to keep. tokens: in the
+    window now; reencoded_tokens: of these, whose KV was kept behind the edit.
+    """
+
+    id: str
+    turn: int
+    reuse: str
+    tokens: int
+    reencoded_tokens: int
+
+
 class Stopped(msgspec.Struct):
     """stopped: whether a turn ran."""
 
@@ -186,6 +223,7 @@ def turn_out(session_id: str, record: TurnRecord) -> TurnOut:
     return TurnOut(
         record.number, messages_out(record.messages[len(record.system) :]), result.finish_reason,
         usage_object(result.usage), timings_object(result.timings), result.truncated_tokens, int(result.created_s),
+        [EditOut(message_id(one.place), message_out(one.message) if one.message else None) for one in record.edits],
     )  # fmt: skip
 
 
@@ -357,6 +395,25 @@ def _truncate(context: Context, key: SessionKey, num_turns: int, hold: Hold) -> 
     return engine.chat(key.session_id, key.tenant).keep_last(num_turns, hold)
 
 
+async def edit(request: web.Request) -> web.Response:
+    context, key = context_of(request), key_of(request)
+    body = await read_body(request, EditBody)
+    schema.check_chars_of(context, [one.content or "" for one in body.edits])
+    await context.engine.call(turns.find_session, context.engine.engine, key)
+    async with held(context.claims, key) as hold:
+        done = await context.engine.call(_edit, context, key, body, hold)
+    return json_response(Edited(key.session_id, done.turn, done.reuse, done.num_tokens, done.num_reencoded_tokens))
+
+
+def _edit(context: Context, key: SessionKey, body: EditBody, hold: Hold) -> EditResult:
+    engine = context.engine.engine
+    turns.find_session(engine, key)
+    done = engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn, hold)
+    if body.reuse == "forget":
+        context.recall.forget_session(key.tenant, key.session_id)
+    return done
+
+
 async def stop(request: web.Request) -> web.Response:
     """End the running turn now, and keep what was said."""
     context, key = context_of(request), key_of(request)
@@ -379,5 +436,6 @@ ROUTES = (
     Route("POST", "/sessions/{id}/prefetch", prefetch, "user", "Its person types.", EmptyBody, Prefetching, _TAG, 202),
     Route("POST", "/sessions/{id}/pin", pin, "user", "Keep its KV longer than others'.", PinBody, Pinned, _TAG),
     Route("POST", "/sessions/{id}/truncate", truncate, "user", "Shorten its window.", TruncateBody, Truncated, _TAG),
+    Route("POST", "/sessions/{id}/edit", edit, "user", "Take messages back, or change them.", EditBody, Edited, _TAG),
     Route("POST", "/sessions/{id}/stop", stop, "user", "End its answer, keeping it.", EmptyBody, Stopped, _TAG),
 )

@@ -130,7 +130,7 @@ def test_a_deletion_is_finished_once_the_answers_are_forgotten(model, tmp_path):
 
 def fresh_admin(engine):
     """One that has not made its round of a minute yet."""
-    return admin.Admin(engine.chats, engine.answers)
+    return admin.Admin(engine.chats)
 
 
 def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):

@@ -16,7 +16,7 @@ from kvstore.disk.records import seal
 from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables as session_tables
-from kvstore.sessions.record import SessionKey
+from kvstore.sessions.record import MessageEdit, SessionKey, TurnRecord
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import (
     SESSIONS,
@@ -91,7 +91,8 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
 
     Without `--long` each operation meets one of the faults that come once, and every third one of those that stay.
     """
-    key, new, gone = (SessionKey(TENANT, name) for name in ("red", "new", "gone"))
+    key, new, gone, edited = (SessionKey(TENANT, name) for name in ("red", "new", "gone", "edited"))
+    edit, after = MessageEdit(1, 0), TurnRecord(3, (), (), (), "rebase")
     step = 1 if request.config.getoption("--long") else len(FAULTS) * (3 if times > 1 else 1)
     nth, fired = list(FAULTS).index(fault) % step + 1 - step, True
     while fired:
@@ -101,10 +102,12 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
         store = faulty_store(path, plan)
         talk(store, key, 1)
         talk(store, gone, 1)
+        talk(store, edited, 2)
         plan.armed = True
         tickets = [
             store.commit_turn(key, make_turn("red", 2)), store.commit_turn(key, make_turn("red", 3)),
             store.fork(key, 1, new), store.delete(gone), store.set_ttl(key, 5),
+            store.commit_turn(edited, after, session_number=store.head(edited).number, forgotten=[edit]),
         ]  # fmt: skip
         done = []
         for ticket in tickets:
@@ -122,8 +125,10 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
                 store = disk_store(path)
             state = store.load(key)
             assert content(state) == expected([make_turn("red", n) for n in range(1, 2 + done[0] + done[1])])
-            assert (store.exists(new), not store.exists(gone), state.head.ttl_s == 5) == tuple(done[2:])
-            assert len(store.pending_deletions()) == done[3]
+            assert (store.exists(new), not store.exists(gone), state.head.ttl_s == 5) == tuple(done[2:5])
+            assert len(store.pending_deletions()) == done[3] + done[5]
+            left = [message["content"][:10] for message in store.load(edited).messages]
+            assert left == ["question 1", "answer 1 o", "question 2", "answer 2 o"][done[5] :]
             assert store.check().problems == ()
         assert talk(store, key, 4), "and it goes on"
         store.close()

@@ -7,10 +7,10 @@ import pytest
 from kvstore.disk.directory import StoreDirectory
 from kvstore.errors import StoreError
 from kvstore.sessions.marker import MARKER_NAME
-from kvstore.sessions.record import SessionKey
+from kvstore.sessions.record import MessageEdit, SessionKey, TurnRecord
 from kvstore.sessions.store import SessionStore, open_sessions
 from kvstore.sessions.tables import HEADS, REQUESTS, TURNS
-from tests.children.session_child import TENANT, Clock, content, create, expected, talk
+from tests.children.session_child import TENANT, Clock, block_id, content, create, expected, make_turn, talk
 from tests.support.redis_server import RedisServer
 from tests.support.session_tables import tables_of
 from tests.support.shared_sessions import DURABLE, shared_store
@@ -40,6 +40,42 @@ def test_deletion_names_the_blocks_that_nobody_else_has(store):
     assert store.pending_deletions() == [second]
     assert [store.stats()[name] for name in ("sessions", "turns", "refs")] == [0, 0, 0]
     assert (store.list(TENANT), store.expired(1e12)) == ([], [])
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_forgetting_rewrites_turns_and_names_the_blocks_that_nobody_else_has(store, is_shared):
+    key, new = SessionKey(TENANT, "red"), SessionKey(TENANT, "fork")
+    first, *later = talk(store, key, 4)
+    if is_shared:
+        store.fork(key, 3, new).wait()
+    number, kept = store.head(key).number, [first.chain[0], block_id("computed anew")]
+    after = TurnRecord(5, (), (7, 8), (*first.chain, kept[1]), "rebase")
+    edits = [MessageEdit(2, 0), MessageEdit(3, 1, {"role": "assistant", "content": "no"})]
+    head = store.commit_turn(key, after, session_number=number, forgotten=edits).wait()
+    (tombstone,) = store.pending_deletions()
+    doomed = {block for turn in (later[2:] if is_shared else later) for block in turn.chain}
+    assert (tombstone.key, set(tombstone.block_ids)) == (key, doomed)
+    state = store.load(key)
+    said = [*first.messages, later[0].messages[1], later[1].messages[0], edits[1].message, *later[2].messages]
+    assert (state.messages, state.token_ids, state.chain) == (said, [7, 8], list(after.chain))
+    assert (head.num_turns, head.num_tokens, head.title) == (5, 2, store.head(key).title)
+    assert store.load(key, 3).token_ids == [] and store.load(key, 1).token_ids == list(first.token_ids)
+    if is_shared:
+        assert store.load(new).messages == [message for turn in (first, *later[:2]) for message in turn.messages]
+    store.finish_deletion(tombstone.number).wait()
+    assert store.delete(key).wait() is not None
+
+
+def test_forgetting_for_a_session_that_went_on_changes_nothing(store):
+    key = SessionKey(TENANT, "red")
+    talk(store, key, 2)
+    number = store.head(key).number
+    for turn, given in ((4, number), (2, number), (3, number + 1)):
+        after = TurnRecord(turn, (), (), (), "rebase")
+        with pytest.raises(StoreError):
+            store.commit_turn(key, after, session_number=given, forgotten=[MessageEdit(1, 0)]).wait()
+    assert content(store.load(key)) == expected([make_turn("red", n) for n in (1, 2)])
+    assert list(store.pending_deletions()) == []
 
 
 def test_sessions_expire_after_their_last_turn(store):

@@ -14,6 +14,8 @@ from tests.support.service.talking import LONG, Stream, chat, num_turns
 
 TALK = ["Hello there, my name is Anna.", "I like long walks by the sea.", "What is my name?", "And what do I like?"]
 
+REMOVE = [{"type": "remove", "index": 2}, {"type": "remove", "index": 3}]
+
 
 def talk(server, *texts, **body):
     """A session with these turns."""
@@ -92,7 +94,7 @@ def test_a_stored_turn_says_what_its_answer_said(server):
 ROUTES_OF_ONE = [
     ("GET", "", None), ("DELETE", "", None), ("POST", "/fork", {"turn": 1}), ("POST", "/fork", {}),
     ("POST", "/prefetch", {}), ("POST", "/pin", {"ttl": 60}), ("POST", "/truncate", {"turns": 1}),
-    ("POST", "/stop", {}), ("POST", "/label", {"title": "a"}),
+    ("POST", "/stop", {}), ("POST", "/label", {"title": "a"}), ("POST", "/edit", {"edits": REMOVE}),
 ]  # fmt: skip
 
 
@@ -128,6 +130,10 @@ def test_a_running_first_turn_is_its_owner_s_only(both):
     ("pin", {}, "ttl"), ("pin", {"ttl": -1}, "ttl"), ("pin", {"ttl": 1e9}, "ttl"),
     ("label", {"title": ""}, "title"), ("label", {"title": "a" * 201}, "title"), ("label", {"personal": 1}, "personal"),
     ("truncate", {}, "turns"), ("truncate", {"turns": -1}, "turns"), ("truncate", {"turns": 1.5}, "turns"),
+    ("edit", {}, "edits"), ("edit", {"edits": []}, "edits"), ("edit", {"edits": [{"type": "move"}]}, "edits[0].type"),
+    ("edit", {"edits": REMOVE}, "edits[0].index"), ("edit", {"edits": [{"type": "remove", "index": 1}]}, "edits"),
+    ("edit", {"edits": REMOVE, "reuse": "all"}, "reuse"),
+    ("edit", {"edits": REMOVE, "expected_turn": 0}, "expected_turn"),
 ])  # fmt: skip
 def test_bad_bodies_are_named(server, path, body, param):
     session_id = talk(server, "Hello")
@@ -193,6 +199,59 @@ def test_prefetch_and_pin(server):
 def test_stop_where_nothing_runs(server):
     session_id = talk(server, "Hello")
     assert server.request("POST", f"/sessions/{session_id}/stop").json() == {"id": session_id, "stopped": False}
+
+
+# -- edits -----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tiered():
+    with serving(engine={"cache_tiers": {"hbm": "8MiB", "cpu": "32MiB"}}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("reuse", ["exact", "reencode", "forget"])
+def test_a_turn_is_taken_back(tiered, reuse):
+    server = tiered
+    session_id = talk(server)
+    before = server.get(f"/sessions/{session_id}").json()
+    busy = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "expected_turn": 3})
+    assert (busy.status, busy.error["code"]) == (409, "session_busy")
+    assert server.get(f"/sessions/{session_id}").json() == before
+    answer = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "reuse": reuse, "expected_turn": 4}).json()
+    after = server.get(f"/sessions/{session_id}").json()
+    assert answer == {
+        "id": session_id, "turn": 5, "reuse": reuse, "tokens": after["tokens"],
+        "reencoded_tokens": answer["reencoded_tokens"],
+    }  # fmt: skip
+    assert after["tokens"] < before["tokens"] and (answer["reencoded_tokens"] > 0) == (reuse == "reencode")
+    entry = after["turns_data"][-1]
+    assert (entry["messages"], entry["finish_reason"]) == ([], "edited")
+    if reuse == "forget":
+        assert after["messages"] == before["messages"][:2] + before["messages"][4:] and entry["edits"] == []
+    else:
+        assert after["messages"] == before["messages"]
+        assert entry["edits"] == [{"id": "2.0", "message": None}, {"id": "2.1", "message": None}]
+    turn = chat(server, "Go on", session_id)
+    assert turn["turn"] == 6 and turn["usage"]["prompt_tokens"] > after["tokens"]
+    details = turn["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+    assert details["reencoded"] == answer["reencoded_tokens"]
+
+
+def test_without_a_tier_below_hbm_all_is_computed_and_the_answer_says_so(server):
+    session_id = talk(server)
+    answer = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "reuse": "reencode"}).json()
+    assert (answer["reuse"], answer["reencoded_tokens"]) == ("exact", 0)
+    miss = chat(server, "Go on", session_id)["usage"]["prompt_tokens_details"]["miss"]
+    assert (miss["cause"], miss["message"], miss["role"]) == ("edit", 2, "user")
+
+
+def test_another_text_for_a_message(server):
+    session_id = talk(server, system="Be brief.")
+    edits = [{"type": "replace", "id": "1.1", "content": "Hello there, my name is Bob."}]
+    assert server.post(f"/sessions/{session_id}/edit", {"edits": edits}).json()["turn"] == 5
+    (edit,) = server.get(f"/sessions/{session_id}?turns_after=4").json()["turns_data"][0]["edits"]
+    assert edit == {"id": "1.1", "message": {"role": "user", "content": "Hello there, my name is Bob."}}
+    said = chat(server, "What is my name?", session_id, temperature=0, max_tokens=12)
+    assert said["message"]["content"] and said["turn"] == 6
 
 
 # -- truncation ------------------------------------------------------------------------------------------------------
