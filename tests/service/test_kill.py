@@ -1,7 +1,7 @@
 """A server that is killed, loses its engine's process, or is ended in the middle of answers: acknowledged turns stay.
 
 A client that is told the end of a turn has it for ever, whoever is killed right then; a turn that it was not told of
-is there whole or not at all; nothing is there twice. `--long` makes it many rounds.
+is there whole or not at all; nothing is there twice. Many rounds of it: `python -m bench.campaign`.
 """
 
 import os
@@ -25,17 +25,13 @@ from kvstore.service.app import ROUTES
 from kvstore.sessions.store import open_sessions
 from tests.support.engines import greedy
 from tests.support.service.clients import Clients
-from tests.support.service.server_process import ServerProcess, launch, launched, run_command, verify
+from tests.support.service.server_process import ServerProcess, launched, run_command, verify
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
 from tests.support.service.talking import LONG, SHORT, TALKING_ROUTES, Stream, chat, talking_body
 from tests.support.waiting import wait_until
 
-NUM_ROUNDS, NUM_LONG_ROUNDS = 1, 60
-# Rounds of a family that keeps states; with `--long`.
-HYBRID_ROUNDS = {
-    "Qwen3_5Text": (2, 40),
-    **dict.fromkeys(("GraniteMoeHybrid", "Lfm2", "FalconH1", "NemotronH", "OlmoHybrid"), (0, 8)),
-}
+HYBRID_ROUNDS = 2
+HYBRIDS = ("Qwen3_5Text", "GraniteMoeHybrid", "Lfm2", "FalconH1", "NemotronH", "OlmoHybrid")  # with `--long`, but one
 BLOCK = 16
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SOON = ("--shutdown-timeout", "0.1")
@@ -67,30 +63,19 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def talk_and_kill(clients: Clients, server: ServerProcess, is_long: bool) -> None:
-    """All talk; after a certain piece of their answers the server is dead."""
-    clients.begin(server)
-    clients.progress.wait(clients.rng.randrange(5, 400 if is_long else 150))
-    server.kill()
-    clients.join()
-
-
-def test_a_server_that_is_killed_keeps_what_was_acknowledged(store, request):
-    """Again and again on one store. The last server ends with its terminal: the kernel tells all its processes, and a
-    shell may pass on what the kernel has sent already.
+def test_a_server_that_is_killed_keeps_what_was_acknowledged(store):
+    """All talk; after a certain piece of their answers the server is dead. The next one ends with its terminal: the
+    kernel tells all its processes, and a shell may pass on what the kernel has sent already.
     """
-    is_long = request.config.getoption("--long")
     clients = Clients(seed=1)
-    for number in range(NUM_LONG_ROUNDS if is_long else NUM_ROUNDS):
-        server = launch(store)
-        try:
-            clients.check(server)
-            talk_and_kill(clients, server, is_long)
-        finally:
-            server.kill()
-        if number % 2 == 0:  # else the next server waits for the store
-            wait_until(lambda: read_lock_info(store) is None, "the end of its last thread, which holds the locks")
-            verify(store)
+    with launched(store) as server:
+        clients.check(server)
+        clients.begin(server)
+        clients.progress.wait(clients.rng.randrange(5, 150))
+        server.kill()
+        clients.join()
+    wait_until(lambda: read_lock_info(store) is None, "the end of its last thread, which holds the locks")
+    verify(store)
     ours, theirs = pty.openpty()
     in_terminal = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
 
@@ -199,18 +184,17 @@ def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gi
     assert clients.num_acknowledged > 10
 
 
-@pytest.mark.parametrize("name", HYBRID_ROUNDS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_conversation_with_a_model_that_keeps_states_goes_on_after_every_kill(saved_model, store, request, name):
     """On disk, each turn begins with the state behind the one before; what it says is what an engine without tiers
     below HBM says, which is never killed.
     """
-    num_rounds = HYBRID_ROUNDS[name][request.config.getoption("--long")]
-    if num_rounds == 0:
+    if name != HYBRIDS[0] and not request.config.getoption("--long"):
         pytest.skip("needs --long")
     model = saved_model(name, tokenizer=True, max_position_embeddings=16384)
     with Engine(model, CacheTiers("32MiB"), device="cpu", dtype="float32") as known:
         expected, session_id, before, unsaved, num_whole = known.chat("known"), None, 0, None, 0
-        for number in range(num_rounds):
+        for number in range(HYBRID_ROUNDS):
             asked = f"And what is {number} and {number}?"
             with launched(store, model, "--dtype", "float32") as server:
                 if unsaved is not None:
@@ -230,7 +214,7 @@ def test_a_conversation_with_a_model_that_keeps_states_goes_on_after_every_kill(
             assert unsaved["message"]["content"] == known.chat(f"{number}").send(asked, greedy(24)).text
     wait_until(lambda: read_lock_info(store) is None, "the end of the last server's last thread")
     verify(store)
-    print(f"{num_whole} of {num_rounds - 1} turns whose server was killed right after them came back whole")
+    print(f"{num_whole} of {HYBRID_ROUNDS - 1} turns whose server was killed right after them came back whole")
 
 
 def goes_on(server: ServerProcess, expected: ChatSession, last: dict) -> bool:

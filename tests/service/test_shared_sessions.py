@@ -1,7 +1,4 @@
-"""Two servers that share conversations and KV: they go on where the next request lands, whatever was killed before.
-
-`--long` makes it thirty rounds of kills.
-"""
+"""Two servers that share conversations and KV: they go on where the next request lands, whatever was killed before."""
 
 import random
 import threading
@@ -19,7 +16,7 @@ from tests.support.service.talking import LONG, SHORT, Stream, chat
 from tests.support.shared_sessions import DURABLE, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
-NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 30
+NUM_ROUNDS = 2
 PAUSE_S = 0.2  # after each turn: all of them are looked at in the end
 
 
@@ -179,14 +176,13 @@ def talk(fleet: Fleet, client: SessionClient, is_over: threading.Event) -> None:
         is_over.wait(PAUSE_S)
 
 
-def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(fleet, request):
+def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(fleet):
     rng, is_over, progress = random.Random(1), threading.Event(), Progress()
     clients = [SessionClient(name, progress, SHORT) for name in ("Ann", "Ben", "Cleo", "Dan")]
-    is_long = request.config.getoption("--long")
     with ThreadPoolExecutor(len(clients)) as threads:
         talking = [threads.submit(talk, fleet, client, is_over) for client in clients]
         try:
-            for number in range(NUM_LONG_ROUNDS if is_long else NUM_ROUNDS):
+            for number in range(NUM_ROUNDS):
                 progress.wait(rng.randrange(3, 20))
                 if number % 3 == 1:
                     fleet.redis.restart()
@@ -204,6 +200,3 @@ def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(f
             assert turns_of(server, session_id) == told.turns
     expected = answers_without_a_store([[said for said, _ in told.turns] for _, told in talks], SHORT["max_tokens"])
     assert [[answer for _, answer in told.turns] for _, told in talks] == expected
-    num_tokens = sum(told.num_remote for _, told in talks)
-    assert num_tokens > 0 or not is_long, "nothing came from the shared tier"
-    print(len(talks), "conversations,", num_tokens, "tokens from the shared tier")

@@ -1,6 +1,6 @@
 """The engine on a store that fails under it: killed, full, slow, damaged, owned by two, forked, never closed.
 
-Invariants 3, 5 and 7 of the design. `--long` (or KVSTORE_LONG_TESTS=1) makes the kill loop long.
+Invariants 3, 5 and 7 of the design. Many rounds of kills: `python -m bench.campaign`.
 """
 
 import itertools
@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.campaign.servers import value_pages
 from kvstore.errors import DegradedError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.engines import (
@@ -37,7 +37,7 @@ from tests.support.programs import may_mount
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
-NUM_ROUNDS, NUM_LONG_ROUNDS = 6, 200
+NUM_ROUNDS = 6
 CHILD = Path(__file__).parents[2] / "children/store_child.py"
 ROOT = CHILD.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -103,18 +103,6 @@ def num_turns(log: Path) -> int:
     return sum(turns for turns, _, _ in acknowledged(log).values())
 
 
-def value_pages(content: bytes) -> list[int]:
-    """Where the pages of large values begin, but for the header of each value: LMDB's own check looks at all else."""
-    starts, number = [], 2
-    while number < len(content) // 4096:
-        own, flags, num_pages = struct.unpack_from("=Q2xHI", content, number * 4096)
-        is_value = own == number and flags == 4 and number + num_pages <= len(content) // 4096
-        if is_value and len(set(content[number * 4096 : (number + 1) * 4096])) > 100:  # else it is free, or never used
-            starts += range(number * 4096, (number + num_pages) * 4096, 4096)
-        number += num_pages if is_value else 1
-    return starts
-
-
 def check_after_kill(model: str, store: Path, log: Path, plain: Plain) -> None:
     """Every acknowledged turn is there, exactly; what is stored is sound, and gives right answers."""
     with open_engine(model, store, hbm=40 * 12288, cpu=60 * 12288, disk="4MiB") as engine:
@@ -140,21 +128,19 @@ def check_after_kill(model: str, store: Path, log: Path, plain: Plain) -> None:
         settle(engine)
 
 
-def test_invariant_5_kill_at_any_moment_loses_no_acknowledged_turn(nursery, model, store, plain, tmp_path, request):
+def test_invariant_5_kill_at_any_moment_loses_no_acknowledged_turn(nursery, model, store, plain, tmp_path):
     """RocksDB's crash test: a child chats until it is killed, again and again in the same store."""
-    is_long = request.config.getoption("--long") or os.environ.get("KVSTORE_LONG_TESTS")
     rng, log = random.Random(1), tmp_path / "log"
-    num_rounds = NUM_LONG_ROUNDS if is_long else NUM_ROUNDS
 
     def are_enough() -> bool:
         return len(acknowledged(log)) == 3 and num_turns(log) > 20
 
-    for number in range(num_rounds):
+    for number in range(NUM_ROUNDS):
         pid = nursery.start("chat", model, store, log, rng.randrange(1 << 30))
         assert nursery.line() == "ready"
         wanted = num_turns(log) + rng.randrange(8)  # by turns and not by the clock: a busy machine makes few
         wait_until(lambda wanted=wanted: num_turns(log) >= wanted, "turns are made")
-        if number == num_rounds - 1:
+        if number == NUM_ROUNDS - 1:
             wait_until(are_enough, "turns of all sessions")
         time.sleep(rng.uniform(0.02, 0.2))
         nursery.kill(pid)

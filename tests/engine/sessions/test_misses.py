@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.campaign.servers import value_pages as pages_of_values
 from kvstore import AnswerOptions, CacheTiers, Engine, SamplingParams
 from kvstore.admin.commands import EvictRequest
 from kvstore.admin.offline import OfflineStore
@@ -16,7 +17,6 @@ from kvstore.engine.sessions.misses import common_prefix
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.text.prompts import NO_OPTIONS
 from kvstore.policy.planner import LoadChoice, Way
-from tests.engine.faults.test_store_faults import value_pages as pages_of_values
 from tests.support.engines import evict_cpu, evict_hbm, greedy, open_engine, save_model, settle
 from tests.support.faults import before_each_load, constants, disk_that
 from tests.support.redis_server import RedisServer, wait_for_answers

@@ -53,20 +53,16 @@ class Attempt:
 
 @dataclass
 class Talk:
-    """A conversation as its client was told. num_durable: its tokens whose KV was flushed to disk. num_remote: those
-    that came from a tier which servers share.
-    """
+    """A conversation as its client was told. num_durable: its tokens whose KV was flushed to disk."""
 
     turns: list[tuple[str, str]] = field(default_factory=list)
     num_tokens: int = 0
     num_durable: int = 0
-    num_remote: int = 0
 
     def add(self, said: str, answer: dict) -> None:
         assert answer["turn"] == len(self.turns) + 1, "a turn too many or too few"
         self.turns.append((said, answer["message"]["content"]))
         self.num_tokens = answer["usage"]["total_tokens"]
-        self.num_remote += answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["remote"]
 
 
 class Client:
