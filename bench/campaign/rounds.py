@@ -46,7 +46,8 @@ ARMS = {"plain": 3, "short": 2, "states": 3, "windows": 3, "shared": 3, "shared 
 @dataclass(frozen=True)
 class Script:
     """What a round does. pieces: of answers that come before the fault; turns: that do, for a kill right after one.
-    part: of a start or a compaction, after which its process is killed. pause_s: how long something is stopped.
+    part: of a start or a compaction, after which its process is killed; of a file, behind which nothing is written.
+    pause_s: how long something is stopped. flips: bits, at most. live: what the owner of a store is asked for.
     """
 
     seed: int
@@ -72,7 +73,7 @@ class Script:
         (fault,) = rng.choices(list(faults), list(faults.values()))
         return cls(
             seed, number, arm, fault, rng.randrange(1, 12 * num_actions), rng.randrange(1, 2 * num_actions),
-            rng.uniform(0.0, 1.2), rng.uniform(0.2, 8.0), num_actions, rng.randrange(1, 9),
+            rng.uniform(0.0, 1.2), rng.uniform(0.2, 8.0), num_actions, rng.choice((2, 16, 128)),
             rng.choice(("8MiB", "32MiB")), rng.choice(("", "", "verify", "compact")), rng.choice(("end", "kill")),
             rng.random() < 0.3,
         )  # fmt: skip
@@ -229,7 +230,8 @@ class Round:
             for process in processes:
                 self._stop(process)
         elif fault == "disk full":
-            victim.limit_files((victim.store / "blocks" / "data.mdb").stat().st_size)
+            file = victim.store / self._rng.choice(("blocks", "sessions")) / "data.mdb"
+            victim.limit_files(int(self.script.part * file.stat().st_size))
             self._progress.wait(self._progress.num_pieces + self.script.pieces, 0, lambda: all(
                 one.done() for one in talking))  # fmt: skip
             victim.limit_files(resource.RLIM_INFINITY)

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.campaign.servers import BROKEN, PATIENCE_S, Failure, Node, expect
 
-MAX_TALKS, MAX_PROMPT = 3, 700  # of one client; tokens after which a conversation is left, where none is truncated
+MAX_TALKS, MAX_PROMPT = 4, 700  # of one client; tokens after which a conversation is left, where none is truncated
 RETRY_S = 0.2
 TIERS = ("hbm", "cpu", "disk", "remote", "reencoded")
 WORDS = (
@@ -156,11 +156,11 @@ class Client:
     def _do(self) -> bool:
         open_talks = [talk for talk in self.talks if self._may_truncate or talk.num_tokens < MAX_PROMPT]
         drawn = self.rng.random()
-        if drawn < 0.1 and (forkable := [talk for talk in open_talks if talk.turns and talk.is_exact]):
+        if drawn < 0.07 and (forkable := [talk for talk in open_talks if talk.turns and talk.is_exact]):
             return self._fork(self.rng.choice(forkable))
         if len(self.talks) > MAX_TALKS:
             return self._delete(self.rng.choice(self.talks))
-        if not open_talks or drawn < 0.3:
+        if not open_talks or drawn < 0.2:
             self._number += 1
             reuse = self.rng.choice(("exact", "exact", "reencode"))
             open_talks = [Talk(f"{self._name}-{self._number}", self.rng.choice(SYSTEMS), reuse)]
