@@ -1,14 +1,16 @@
 """How many bytes a conversation takes in a store, by the sizes that five models publish; `bench.tiers --part bytes`.
 
-With --part windows: the same, measured, of two of these with as many layers and windows, and small ones. With --part
-states: what it changes in the next tokens when a state takes half its bytes.
+With --part windows: the same, measured, of two of these with as many layers and windows, and small ones; and how many
+tokens HBM holds. With --part states: what it changes in the next tokens when a state takes half its bytes.
 """
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 
@@ -17,6 +19,7 @@ from bench.common import LlamaShape, Report, random_model, random_qwen_hybrid
 NUMBER_BYTES = 2  # bfloat16
 BLOCK = 16  # tokens
 LENGTHS = (8192, 32768, 131072)  # tokens
+HBM_GIB = (8, 24, 80)
 STATES = 3  # of a conversation: behind its system prompt, and of two turns
 SYSTEM, TURN = 200, 400  # tokens of a system prompt, and of a turn
 BEFORE, AFTER, NUM_TEXTS = 512, 128, 4  # tokens on both sides of a checkpoint, and how many of these
@@ -80,9 +83,37 @@ def bench_bytes(report: Report) -> None:
 
 
 # -- windows, measured ------------------------------------------------------------------------------------------------
+def bench_hbm(report: Report) -> None:
+    """The tokens that HBM holds, beside those that it would hold if layers with a window kept all; and the windows."""
+    from kvstore.engine.config import SchedulerConfig
+    from kvstore.engine.model.devices import num_hbm_blocks
+    from kvstore.engine.model.interception import ModelSpec, PositionFreeModel
+    from kvstore.memory.layout import LayerShape
+
+    config = SchedulerConfig(131072)
+    models = {"gpt-oss-20b": (12, 12, 8, 64, 128), "Gemma 3 27B": (10, 52, 16, 128, 1024)}
+    for name, (num_full, num_windowed, num_heads, head_dim, window) in models.items():
+        shapes = (LayerShape(num_heads, head_dim, head_dim),) * (num_full + num_windowed)
+        windows = (None,) * num_full + (window,) * num_windowed
+        spec = ModelSpec(shapes, torch.bfloat16, 1, 131072, windows=windows)
+        network = SimpleNamespace(kvstore_carrier=SimpleNamespace(group=None), device=torch.device("cpu"))
+        model = PositionFreeModel(network, spec, (None,) * len(shapes))
+        for gib in HBM_GIB:
+            with catch_warnings():
+                simplefilter("ignore")  # some are less than a model's longest prompt
+                num_blocks, num_slots = num_hbm_blocks(model, config, gib << 30)
+            before = (gib << 30) // (BLOCK * spec.kv_bytes_per_token) * BLOCK
+            report.add(
+                measure=f"{name}, {gib} GiB of HBM", tokens_before=before, tokens=num_blocks * BLOCK,
+                ratio=num_blocks * BLOCK / before, windows=num_slots * BLOCK / window,
+            )  # fmt: skip
+
+
 def bench_windows(report: Report, num_tokens: int) -> None:
     """A conversation of so many tokens: a long first prompt, and three turns. Blocks that are on disk, of all KV's."""
     from transformers import Gemma3TextConfig, GptOssConfig
+
+    bench_hbm(report)
 
     sizes = {
         "vocab_size": 512, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 1,

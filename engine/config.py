@@ -60,6 +60,7 @@ class SchedulerConfig:
     state_share: float = 0.5  # of the HBM tier at most, for states
     num_state_slots: int = 0  # for the states of a model that keeps some beside its KV
     checkpoint_tokens: int = 0  # that have KV of as many bytes as a checkpoint of such a model, or a whole window
+    num_window_slots: int = 0  # for the KV of layers with a window; 0: they have as many blocks as others
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ class TokenStats(TypedDict):
 
 
 class HbmStats(TypedDict):
+    """What is not required is there for models whose layers have windows."""
+
     blocks: int
     free_blocks: int
     cached_blocks: int
@@ -29,6 +31,8 @@ class HbmStats(TypedDict):
     block_bytes: int
     block_size: int
     is_auto: bool
+    window_slots: NotRequired[int]
+    free_window_slots: NotRequired[int]
 
 
 class CpuStats(TypedDict):

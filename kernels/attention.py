@@ -109,7 +109,7 @@ def attend_by_torch(
         if batch.context_lens[i] == end - start:
             keys, values = key[start:end], value[start:end]
         else:
-            keys, values = batch.gather(key_cache, i), batch.gather(value_cache, i)
+            keys, values = (batch.gather(cache, i, scoring.window) for cache in (key_cache, value_cache))
         _prefill(query[start:end], keys, values, scoring, out[start:end], batch)
     return out
 
@@ -144,7 +144,8 @@ def _read(cache: Tensor, group: DecodeGroup) -> Tensor:  # [size, num_kv_heads, 
 def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: Tensor, batch: PagedBatch) -> None:
     """Attention of several tokens of one request over its whole context, in pieces of queries.
 
-    query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
+    query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim], or without the
+    first ones, which no token sees.
     """
     num_tokens, num_heads, head_dim = query.shape
     context_len, num_kv_heads, _ = key.shape

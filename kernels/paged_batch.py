@@ -83,12 +83,13 @@ class PagedBatch:
 
     query_start: [num_requests + 1] and context_lens: [num_requests], lists. The first `num_decodes` requests have one
     token each. block_table: [num_requests, max_blocks] int64 on the CPU; slots: [num_tokens] int64 on the device, -1
-    for padding. on_device: the same layout on a CUDA device, if its tensors outlive the step.
+    for padding. on_device: the same layout on a CUDA device, if its tensors outlive the step. windowed: the same tokens
+    for layers with a window whose caches have blocks for what they see only; None: these are as the others.
     """
 
     def __init__(
         self, query_start: list[int], context_lens: list[int], block_table: Tensor, slots: Tensor, block_size: int,
-        on_device: DeviceBatch | None = None,
+        on_device: DeviceBatch | None = None, windowed: "PagedBatch | None" = None,
     ) -> None:  # fmt: skip
         self.query_start = query_start
         self.context_lens = context_lens
@@ -96,8 +97,9 @@ class PagedBatch:
         self.slots = slots
         self.block_size = block_size
         self._on_device = on_device
+        self.windowed = windowed
         self._groups: dict[int | None, list[DecodeGroup]] = {}
-        self._runs: dict[int, int | None] = {}
+        self._runs: dict[tuple[int, int], int | None] = {}
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def at(self, tokens: Tensor) -> "PagedBatch":
@@ -152,12 +154,14 @@ class PagedBatch:
         return self.context_lens[members[0]] >= VIEW_TOKENS and self.run_start(members[0]) is not None
 
     def _group(self, members: list[int], window: int | None, dtype: torch.dtype) -> DecodeGroup:
-        size, context_len = len(members), max(self.context_lens[i] for i in members)
+        firsts = [self._first_block(self.context_lens[i], window) for i in members]
+        ends = [self.context_lens[i] - first * self.block_size for i, first in zip(members, firsts, strict=True)]
+        size, context_len = len(members), max(ends)
         width = -(-context_len // self.block_size)
         device = self.slots.device
         rows = None if members == list(range(size)) and size == self.num_decodes else torch.tensor(members)
-        run = self.run_start(members[0]) if size == 1 else None
-        lens = torch.tensor([self.context_lens[i] for i in members])
+        run = self.run_start(members[0], firsts[0]) if size == 1 else None
+        lens = torch.tensor(ends)
         positions = torch.arange(context_len if run is not None else width * self.block_size)
         hidden = positions >= lens[:, None]
         if window is not None:
@@ -165,9 +169,9 @@ class PagedBatch:
         mask = None
         if bool(hidden.any()):
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
-        blocks = self.block_table[members, :width].clone()
         used = torch.arange(width) < -(-lens[:, None] // self.block_size)
-        blocks = torch.where(used, blocks, blocks[:, :1]).flatten()  # padded with a block of the same request
+        columns = torch.where(used, torch.arange(width), 0) + torch.tensor(firsts)[:, None]
+        blocks = self.block_table[torch.tensor(members)[:, None], columns].flatten()  # padded with the request's first
         move = device.type != "cpu"
         return DecodeGroup(
             rows=rows.to(device) if rows is not None and move else rows, size=size, context_len=context_len,
@@ -183,19 +187,27 @@ class PagedBatch:
             self._masks[name] = hidden.triu_(before + 1)
         return self._masks[name]
 
-    def run_start(self, i: int) -> int | None:
-        """The first block of request i if its blocks are in one run, else None."""
-        if i not in self._runs:
-            blocks = self.block_table[i, : -(-self.context_lens[i] // self.block_size)]
-            first, last = int(blocks[0]), int(blocks[-1])
-            in_order = last - first == len(blocks) - 1 and bool((blocks.diff() == 1).all())
-            self._runs[i] = first if in_order else None
-        return self._runs[i]
+    def _first_block(self, end: int, window: int | None) -> int:
+        """The first block that the token before `end` can see."""
+        return 0 if window is None else max(0, end - window) // self.block_size
 
-    def gather(self, cache: Tensor, i: int) -> Tensor:  # [context_len, num_kv_heads, head_dim]
-        """Keys or values of request i; a view of the cache if its blocks are in one run."""
-        context_len, run = self.context_lens[i], self.run_start(i)
+    def run_start(self, i: int, first: int = 0) -> int | None:
+        """Block `first` of request i if its blocks from there on are in one run, else None."""
+        if (i, first) not in self._runs:
+            blocks = self.block_table[i, first : -(-self.context_lens[i] // self.block_size)]
+            start, last = int(blocks[0]), int(blocks[-1])
+            in_order = last - start == len(blocks) - 1 and bool((blocks.diff() == 1).all())
+            self._runs[i, first] = start if in_order else None
+        return self._runs[i, first]
+
+    def gather(self, cache: Tensor, i: int, window: int | None) -> Tensor:  # [num_seen, num_kv_heads, head_dim]
+        """Keys or values of request i from the first block that its tokens in this step can see; a view of the cache
+        if they are in one run.
+        """
+        before = self.context_lens[i] - (self.query_start[i + 1] - self.query_start[i])
+        first = self._first_block(before + 1, window)
+        num_seen, run = self.context_lens[i] - first * self.block_size, self.run_start(i, first)
         if run is not None:
-            return cache.view(-1, *cache.shape[2:])[run * self.block_size : run * self.block_size + context_len]
-        blocks = self.block_table[i, : -(-context_len // self.block_size)].to(cache.device)
-        return cache.index_select(0, blocks).flatten(0, 1)[:context_len]
+            return cache.view(-1, *cache.shape[2:])[run * self.block_size : run * self.block_size + num_seen]
+        blocks = self.block_table[i, first : -(-self.context_lens[i] // self.block_size)].to(cache.device)
+        return cache.index_select(0, blocks).flatten(0, 1)[:num_seen]

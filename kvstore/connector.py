@@ -59,11 +59,11 @@ class KVConnector(Protocol):
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int,
-        row: int | None = None,
+        rows: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """HBM blocks were allocated for a hit of `num_external_tokens`; they go into the next plan.
 
-        row: of the engine's states, where the state behind them goes, if the model keeps any.
+        rows: of the engine's states, where those behind them go: the one, or of each of these blocks, 0 without any.
         """
         return
 

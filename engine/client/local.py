@@ -35,7 +35,8 @@ from kvstore.engine.core.request import Request, Update
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.state_slots import StateSlots
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.model.devices import num_hbm_blocks, own_device
+from kvstore.engine.core.window_slots import WindowSlots
+from kvstore.engine.model.devices import block_bytes_in_hbm, num_hbm_blocks, own_device
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded, fingerprint, load
 from kvstore.engine.model.parallel.group import Part, part_of_process
@@ -107,7 +108,9 @@ def open_model(
         )
         if part is not None:
             num_blocks = part.least(num_blocks)
-    if num_slots:  # half of them for checkpoints
+    if model.spec.windows:
+        limits = replace(limits, num_window_slots=num_slots)
+    elif num_slots:  # half of them for checkpoints
         most = min(limits.max_num_seqs, num_slots // 2)
         limits = replace(limits, max_num_seqs=most, num_state_slots=num_slots)
     num_checkpoint_blocks = model.layout(limits.block_size).checkpoint_blocks
@@ -229,17 +232,22 @@ class LocalCore:
         on_gone += [] if losses is None else [partial(losses.note, "evicted", "hbm")]
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
         capturer = CudaCapturer(loaded.device) if has_graphs else None
-        runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
         states = StateSlots(limits.num_state_slots) if limits.num_state_slots else None
-        of_model = limits.block_size, model.layout(limits.block_size).window_blocks
+        windows, window_of = None, None
+        if limits.num_window_slots:
+            window_blocks = model.layout(limits.block_size).window_blocks
+            windows = WindowSlots(limits.num_window_slots, num_blocks, window_blocks)
+            window_of = windows.of
+        runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks, window_of)
+        manager = KVCacheManager(pool, limits.block_size, holdings, states, windows)
         self.loop = StepLoop(
-            Scheduler(limits, KVCacheManager(pool, *of_model, holdings, states), self.connector),
+            Scheduler(limits, manager, self.connector),
             runner,
             runs_ahead=loaded.device.type == "cuda" and self._ranks is None,  # other ranks do not know what was sampled
         )
         self.facts = Facts(
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
-            config.block_size, config.block_size * model.spec.kv_bytes_per_token, model.spec.vocab_size,
+            config.block_size, block_bytes_in_hbm(model, limits, num_blocks), model.spec.vocab_size,
             self.connector.fingerprint, self.connector.root_secret, loaded.sampling_defaults,
             limits.max_num_seqs,
         )  # fmt: skip

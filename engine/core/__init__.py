@@ -12,6 +12,7 @@ Loads no torch; knows the store by the scheduler's side of the connector.
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it serves its inbox, schedules, launches and
   reads steps, and hands out what is new
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
+- `window_slots`: which blocks have KV of layers with a window, and in which order they lose it
 
 Decisions:
 

@@ -18,6 +18,7 @@ from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.state_slots import StateSlots
+from kvstore.engine.core.window_slots import WindowSlots
 from kvstore.store.seam import Lookup, Match, NewRequest
 
 _NOTHING = Match(Lookup.MISS)
@@ -30,6 +31,7 @@ class Allocation:
     first_index: int
     block_numbers: tuple[int, ...]
     copy: tuple[int, int] | None = None  # source, destination: others still read the block that the request writes next
+    window_copy: tuple[int, int] | None = None  # the same of the window slots
 
 
 UNCHANGED = Allocation(0, ())
@@ -39,24 +41,27 @@ class KVCacheManager:
     """Gives requests their blocks. A block with several references is never written: its writer gets a copy.
 
     holdings: is told which blocks can be found. The pool tells it which blocks no longer can. states: of a model that
-    keeps some, None for others. window_blocks: the last blocks that layers with a window need, if the tiers below keep
-    only such; 0: they keep all.
+    keeps some; windows: of one whose layers with a window keep KV only where it is needed; None for others.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, window_blocks: int = 0, holdings: Holdings | None = None,
-        states: StateSlots | None = None,
+        self, pool: BlockPool, block_size: int, holdings: Holdings | None = None, states: StateSlots | None = None,
+        windows: WindowSlots | None = None,
     ) -> None:  # fmt: skip
         self.pool = pool
         self.block_size = block_size
-        self.states = states
-        self._holdings, self._window_blocks = holdings, window_blocks
-        self._bare: set[int] = set()  # blocks that were loaded without the KV of layers with a window
+        self.states, self.windows = states, windows
+        self._holdings = holdings
 
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether a request can begin behind some blocks only."""
-        return self.states is not None or self._window_blocks > 0
+        return self.states is not None or self.windows is not None
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks could be computed next."""
+        return self.pool.num_free if self.windows is None else min(self.pool.num_free, self.windows.num_free)
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -86,37 +91,42 @@ class KVCacheManager:
         while end and self.states is not None and not self.states.has(request.chain[end - 1]):
             end -= 1
         number = end
-        while self._bare and number > max(0, end - self._window_blocks):
+        while self.windows is not None and number > max(0, end - self.windows.window_blocks):
             number -= 1
-            if hits[number] in self._bare:
+            if not self.windows.of[hits[number]]:
                 end = number
         return hits[:end]
 
-    def note_loaded(self, request: Request, first: int, end: int) -> None:
-        """Its blocks [first, end) are loaded, with all KV only where layers with a window see it from `end` on."""
-        if self._window_blocks:
-            self._bare.update(request.block_numbers[first : max(first, end - self._window_blocks)])
-
-    def _take_blocks(self, count: int) -> list[int]:
+    def _take_blocks(self, count: int, num_bare: int = 0) -> list[int]:
+        """num_bare: so many of the first get no KV of layers with a window."""
         blocks = self.pool.allocate(count)
-        self._bare.difference_update(blocks)
+        if self.windows is not None:
+            self.windows.drop(blocks)
+            self.windows.give(blocks[num_bare:])
         return blocks
 
-    def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int, loads: bool = False) -> bool:
+    def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int, num_loaded: int = 0) -> bool:
         """Give a request that holds nothing its hit blocks and room for `num_new_tokens` more. All or nothing.
 
-        loads: some of these are loaded, and the state behind them.
+        num_loaded: so many of these are loaded, and the state behind them.
         """
         assert not request.block_numbers, f"{request.request_id} holds blocks already"
-        needed = self.num_blocks(len(hits) * self.block_size + num_new_tokens) - len(hits)
+        needed, num_bare = self.num_blocks(len(hits) * self.block_size + num_new_tokens) - len(hits), 0
         if needed > self.pool.num_free - sum(self.pool.is_free(block) for block in hits):
             return False
+        if self.windows is not None:
+            first = self.windows.first_held(len(hits) * self.block_size + num_loaded, self.block_size)
+            num_bare = max(0, num_loaded // self.block_size - self.windows.window_blocks)
+            if needed - num_bare > self.windows.num_free - self.windows.num_unheld(hits[first:]):
+                return False
+            self.windows.acquire(hits[first:])
+            request.first_window = first
         if self.states is not None:
-            request.state = self.states.begin(request.chain[len(hits) - 1] if hits and not loads else None)
+            request.state = self.states.begin(request.chain[len(hits) - 1] if hits and not num_loaded else None)
             if request.state is None:
                 return False
         self.pool.acquire(hits)
-        request.block_numbers = [*hits, *self._take_blocks(needed)]
+        request.block_numbers = [*hits, *self._take_blocks(needed, num_bare)]
         request.num_computed_tokens = len(hits) * self.block_size
         request.num_hashed_blocks = len(hits)
         return True
@@ -125,23 +135,43 @@ class KVCacheManager:
         """Allocate room for the next `num_new_tokens` of a request that holds its blocks; None when the pool has too
         few.
         """
+        self._release_windows(request)
         table = request.block_numbers
         index = request.num_computed_tokens // self.block_size
         shared = index < len(table) and self.pool.ref_count(table[index]) > 1
         needed = self.num_blocks(request.num_computed_tokens + num_new_tokens) - len(table)
         if needed <= 0 and not shared:
             return UNCHANGED
-        if needed + shared > self.pool.num_free:
+        if needed + shared > self.num_free:
             return None
-        first_index, copy = len(table), None
+        first_index, copy, window_copy = len(table), None, None
         if shared:
             (private,) = self._take_blocks(1)
             copy = (table[index], private)
+            if self.windows is not None:
+                window_copy = (int(self.windows.of[table[index]]), int(self.windows.of[private]))
+                self.windows.release([table[index]], is_checkpoint=True)
             self.pool.release([table[index]])
             table[index] = private
             first_index = index
         table.extend(self._take_blocks(max(needed, 0)))
-        return Allocation(first_index, tuple(table[first_index:]), copy)
+        return Allocation(first_index, tuple(table[first_index:]), copy, window_copy)
+
+    def _release_windows(self, request: Request) -> None:
+        """Release the window slots of blocks that its next token cannot see."""
+        if self.windows is None:
+            return
+        first = self.windows.first_held(request.num_computed_tokens, self.block_size)
+        for index in range(request.first_window, first):
+            is_checkpoint = any(0 < end - index <= self.windows.window_blocks for end in self._ends(request))
+            self.windows.release([request.block_numbers[index]], is_checkpoint)
+        request.first_window = max(request.first_window, first)
+
+    def _ends(self, request: Request) -> set[int]:
+        """Behind which of its blocks others are likely to begin: where it left what others had computed, and where its
+        system prompt ends.
+        """
+        return {request.fork, *(start // self.block_size for start in request.turn_starts[:1])}
 
     def share(self, owner: Request, child: Request) -> None:
         """Let `child` refer to all blocks that `owner` has computed, the partial tail included; or to none, if there is
@@ -154,6 +184,9 @@ class KVCacheManager:
         count = self.num_blocks(owner.num_computed_tokens)
         child.block_numbers = owner.block_numbers[:count]
         self.pool.acquire(child.block_numbers)
+        if self.windows is not None:
+            child.first_window = self.windows.first_held(owner.num_computed_tokens, self.block_size)
+            self.windows.acquire(child.block_numbers[child.first_window :])
         child.num_computed_tokens = owner.num_computed_tokens
         child.num_hashed_blocks = owner.num_computed_tokens // self.block_size
 
@@ -175,15 +208,13 @@ class KVCacheManager:
         if request.finish_reason == "abort":
             num_tokens = request.num_prompt_tokens
         last = min(num_tokens // self.block_size, len(request.chain))
-        ends = {request.fork, *(start // self.block_size for start in request.turn_starts[:1])}
-        if self._window_blocks:
+        ends = self._ends(request)
+        if self.windows is not None:
             last = min(last, min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size)
-            whole = {one for end in (*ends, last) for one in range(end - self._window_blocks - 1, min(end, last))}
-            return [
-                ((one + 1) * self.block_size, request.block_numbers[one])
-                for one in sorted(whole)
-                if one >= 0 and request.block_numbers[one] not in self._bare
-            ]
+            span = self.windows.window_blocks + 1
+            whole = sorted({one for end in (*ends, last) for one in range(max(0, end - span), min(end, last))})
+            slots = ((one, int(self.windows.of[request.block_numbers[one]])) for one in whole)
+            return [((one + 1) * self.block_size, slot) for one, slot in slots if slot]
         if self.states is None:
             return []
         borders = range(last, 0, -1)
@@ -215,24 +246,42 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release the request's blocks; full ones stay cached until they are allocated again."""
+        if self.windows is not None:
+            self.windows.release(request.block_numbers[request.first_window :], is_checkpoint=True)
         self.pool.release(request.block_numbers)
+        if self.windows is not None:
+            self._keep_windows(request, self.windows)
         if self.states is not None and request.state is not None:
             self.states.end(request.state)
             request.state = None
         request.block_numbers = []
         request.num_computed_tokens = 0
-        request.num_hashed_blocks = 0
+        request.num_hashed_blocks = request.first_window = 0
+
+    def _keep_windows(self, request: Request, windows: WindowSlots) -> None:
+        """Of the window slots that it leaves drop those of blocks that cannot be found. One of a block that it has
+        loaded or computed again, as the one with this id had none, goes to that; not before the load has landed.
+        """
+        num_known = request.num_hashed_blocks if request.may_load and request.cached.before is None else 0
+        for index, block in enumerate(request.block_numbers[request.first_window :], start=request.first_window):
+            if not windows.of[block] or not self.pool.is_free(block) or self.pool.block_id(block) is not None:
+                continue
+            found = self.pool.lookup(request.chain[index]) if index < num_known else None
+            if found is None or windows.of[found] or not self.pool.is_free(found):
+                windows.drop([block])
+            else:
+                windows.move(block, found)
 
 
 class Erasure:
-    """Erases deleted blocks of one pool, and checkpoints behind them, between two steps. overwrite: clears HBM blocks
-    and slots of states.
+    """Erases deleted blocks of HBM, and checkpoints behind them, between two steps. overwrite: clears HBM blocks, and
+    slots of states or windows.
     """
 
     def __init__(
-        self, pool: BlockPool, states: StateSlots | None, overwrite: Callable[[Sequence[int], Sequence[int]], None]
-    ) -> None:
-        self._pool, self._states = pool, states
+        self, manager: KVCacheManager, overwrite: Callable[[Sequence[int], Sequence[int]], None]
+    ) -> None:  # fmt: skip
+        self._pool, self._states, self._windows = manager.pool, manager.states, manager.windows
         self._overwrite = overwrite
         self.pending: set[int] = set()  # deleted blocks that a request still held
 
@@ -275,6 +324,9 @@ class Erasure:
             return
         self.pending -= free
         stale, slots = self._pool.take_stale(), [] if self._states is None else self._states.take_stale()
+        if self._windows is not None:
+            self._windows.drop(stale)
+            slots = self._windows.take_stale()
         if stale or slots:
             self._overwrite(stale, slots)
 
@@ -361,7 +413,7 @@ class RequestBlocks:
             return self.admit(request, most)
         self._note_answer(request, num_hit, external)
         num_tokens = self.num_to_compute(request, num_hit + external.num_tokens, most)
-        if not self.manager.admit(request, hits, external.num_tokens + num_tokens, external.num_tokens > 0):
+        if not self.manager.admit(request, hits, external.num_tokens + num_tokens, external.num_tokens):
             return Lookup.MISS
         if external.num_tokens:
             self._load(request, num_hit, external.num_tokens)
@@ -430,9 +482,10 @@ class RequestBlocks:
         """Load the blocks from `first_token` on in this step, and share them from now on."""
         size = self.manager.block_size
         blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
-        slot = None if request.state is None else request.state.slot
-        self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens, slot)
-        self.manager.note_loaded(request, first_token // size, (first_token + num_tokens) // size)
+        rows = [] if request.state is None else [request.state.slot]
+        if self.manager.windows is not None:
+            rows = self.manager.windows.of[blocks].tolist()
+        self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens, rows)
         request.num_computed_tokens += num_tokens
         self.manager.cache_full_blocks(request, request.num_computed_tokens)
 

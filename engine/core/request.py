@@ -127,6 +127,7 @@ class Request:
     block_numbers: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
+    first_window: int = 0  # it holds the window slots of its blocks from this one on, if there are any
     state: RequestState | None = None  # while it runs, of a model that keeps states
     conversation: Conversation | None = None  # which it continues, as the store has found
     fork: int = 0  # its blocks up to where it leaves what others have computed, or up to half of its own long prompt

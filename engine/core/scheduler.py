@@ -185,8 +185,9 @@ class Roster:
         self.tenants.clear()
         self.left.clear()
         self.blocks.manager.pool.reset()
-        if self.blocks.manager.states is not None:
-            self.blocks.manager.states.reset()
+        for slots in (self.blocks.manager.states, self.blocks.manager.windows):
+            if slots is not None:
+                slots.reset()
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: counts, order, and no block held by a request that has ended."""
@@ -199,6 +200,9 @@ class Roster:
         if self.blocks.manager.states is not None:
             states = (request.state for request in self.requests.values() if request.state is not None)
             self.blocks.manager.states.check_integrity(states)
+        if self.blocks.manager.windows is not None:
+            held = (request.block_numbers[request.first_window :] for request in self.requests.values())
+            self.blocks.manager.windows.check_integrity(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +332,7 @@ class Scheduler:
         """Take blocks for the tenant's first chunk from tenants that run more."""
         tenants, most = self._tenants, self.config.max_num_batched_tokens
         needed = 1 if request.block_numbers else self.manager.num_blocks(min(request.num_tokens, most))
-        while self.manager.pool.num_free < needed and (ahead := tenants.ahead_of(tenants.of(request))) is not None:
+        while self.manager.num_free < needed and (ahead := tenants.ahead_of(tenants.of(request))) is not None:
             if not self.roster.drop_waiting_blocks(ahead):
                 self.roster.preempt(ahead.running[-1])
 

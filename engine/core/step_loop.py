@@ -83,7 +83,7 @@ class Runner(Protocol):
         """A step may run in this context."""
 
     def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Overwrite these HBM blocks."""
+        """Overwrite these HBM blocks, and slots of states or windows."""
 
     def rest(self) -> None:
         """No step is expected for a while."""
@@ -132,7 +132,7 @@ class Steps:
         if self._in_flight is None:
             return False
         plan, running = self._in_flight[0].plan, self._scheduler.roster.tenants.running()
-        if self._scheduler.num_waiting or self._scheduler.manager.pool.num_free < len(running):
+        if self._scheduler.num_waiting or self._scheduler.manager.num_free < len(running):
             return False  # each needs at most one block
         if plan is not None and plan.loads:
             return False
@@ -187,7 +187,7 @@ def _leaves_all_running(scheduler: Scheduler) -> bool:
         return False
     num_left = sum(request.num_tokens - request.num_computed_tokens for request in running)
     most = scheduler.manager.num_blocks(min(num_left, limits.max_num_batched_tokens))
-    return scheduler.manager.pool.num_free >= most + 2 * len(running)  # a block that is begun, and one that is copied
+    return scheduler.manager.num_free >= most + 2 * len(running)  # a block that is begun, and one that is copied
 
 
 def _launch(scheduler: Scheduler, runner: Runner) -> tuple[SchedulerOutput, Any]:
@@ -281,7 +281,7 @@ class StepLoop:
         self.on_news: Callable[[], None] = lambda: None  # called in its thread while something is in `news`
         self.connector = scheduler.connector
         self.pool = scheduler.manager.pool
-        self.erasure = Erasure(self.pool, scheduler.manager.states, runner.overwrite)
+        self.erasure = Erasure(scheduler.manager, runner.overwrite)
         self.inbox = Inbox()
         self.watch = Watch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
@@ -421,7 +421,7 @@ class StepLoop:
 
     def stats(self, of_hbm: Mapping[str, object]) -> dict[str, object]:
         """Counters and gauges of requests, HBM, steps and the connector. of_hbm: further entries of HBM."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, windows = self.scheduler, self.pool, self.scheduler.manager.windows
         return {
             "requests": {
                 "running": scheduler.num_running,
@@ -437,6 +437,7 @@ class StepLoop:
                 "cached_blocks": pool.num_cached,
                 "evicted_blocks": pool.num_evictions,
                 "removed_blocks": pool.num_forgotten,
+                **({} if windows is None else windows.stats()),
                 **of_hbm,
             },
             "step": asdict(self.runner.times),

@@ -15,7 +15,7 @@ Knows no scheduler. `step` runs its steps.
 - `states`: layers that keep a state instead of KV: linear attention, Mamba, convolutions
 - `text_part`: the text part of a model, which is all that is served of one that also sees or hears
 - `tokenizer`: a model's tokenizer
-- `windows`: KV of layers with a window, which lies in HBM as any and below it as states
+- `windows`: KV of layers with a window, which lies in slots of HBM and below it as states
 
 Decisions:
 

@@ -11,7 +11,9 @@ import itertools
 import logging
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import psutil
@@ -33,6 +35,7 @@ CPU_WINDOWS = 4  # at most so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
 CUDA_WINDOWS = 16  # as CPU_WINDOWS: for a small model a card could hold millions of blocks, which it does not need
 STATES_A_REQUEST = 8  # at most: its own, and checkpoints, most of them of conversations that wait
+WINDOW_TOKENS = 4096  # for so many in HBM there is a window: a conversation of 8K keeps those of its last two turns
 _MOST_TOKENS = 128  # attention has the same form for more tokens, as a tile has no more rows
 
 
@@ -58,7 +61,8 @@ def num_hbm_blocks(
     model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False,
     num_processes: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
-    """Blocks, and states of the model if it keeps some, that fit in `hbm` bytes, or in what "auto" finds.
+    """Blocks, and states of the model if it keeps some, or window slots if its layers have windows, that fit in `hbm`
+    bytes, or in what "auto" finds.
 
     Raises ConfigError when not even one block fits, or not two states.
 
@@ -66,7 +70,6 @@ def num_hbm_blocks(
     later. saves: room for activations that are kept until they are saved to a tier below HBM. num_processes: on this
     machine; on a CPU they divide its memory.
     """
-    block_bytes = config.block_size * model.spec.hbm_bytes_per_token
     size_bytes = _auto_bytes(model, config, has_graphs, saves, num_processes) if hbm == "auto" else int(hbm)
     if hbm == "auto":
         LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
@@ -76,7 +79,11 @@ def num_hbm_blocks(
         if num_slots < 2:
             needed = f"but a state of this model needs {format_size(state_bytes)}, and four of them must fit"
             raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
-    count = (size_bytes - num_slots * state_bytes) // block_bytes
+    room_bytes, block_bytes = size_bytes - num_slots * state_bytes, _pool_bytes(model, config, 1)
+    bytes_of = partial(_pool_bytes, model, config)
+    count = bisect_right(range(1, max(room_bytes, 0) // _bytes_of(model, config)[0] + 1), room_bytes, key=bytes_of)
+    if model.spec.windows:
+        num_slots = _num_window_slots(model, config, count)
     if count < 1:
         needed = f"but one block of this model needs {format_size(block_bytes)}"
         raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
@@ -89,10 +96,43 @@ def num_hbm_blocks(
     return count, num_slots
 
 
+def _bytes_of(model: PositionFreeModel, config: SchedulerConfig) -> tuple[int, int]:
+    """Of a block, and of a window slot, 0 if there are none."""
+    if not model.spec.windows:
+        return config.block_size * model.spec.hbm_bytes_per_token, 0
+    layout = model.layout(config.block_size)
+    return layout.block_bytes, layout.state_bytes
+
+
+def _num_window_slots(model: PositionFreeModel, config: SchedulerConfig, num_blocks: int) -> int:
+    """That so many blocks have: for the tokens of a step, and for what requests see, which run or are to come back; for
+    as many as may run, if that takes half of the bytes at most. With a slot for each block, none ever lacks.
+    """
+    size, (block_bytes, slot_bytes) = config.block_size, _bytes_of(model, config)
+    own = model.layout(size).window_blocks + 3  # of a request: the block before, the one that it fills, and a copy
+    running = min(config.max_num_seqs * own, num_blocks * block_bytes // slot_bytes)
+    in_step = -(-config.max_num_batched_tokens // size)
+    return min(num_blocks, in_step + max(own, running, num_blocks * size * own // WINDOW_TOKENS))
+
+
+def _pool_bytes(model: PositionFreeModel, config: SchedulerConfig, num_blocks: int) -> int:
+    """Of so many blocks with their window slots."""
+    block_bytes, slot_bytes = _bytes_of(model, config)
+    num_slots = _num_window_slots(model, config, num_blocks) + 1 if slot_bytes else 0
+    return num_blocks * block_bytes + num_slots * slot_bytes
+
+
+def block_bytes_in_hbm(model: PositionFreeModel, config: SchedulerConfig, num_blocks: int) -> int:
+    """Of one block of so many, with its share of the window slots, on all ranks."""
+    if not model.spec.windows:
+        return config.block_size * model.spec.kv_bytes_per_token
+    return _pool_bytes(model, config, num_blocks) // num_blocks
+
+
 def _auto_bytes(
     model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool, num_processes: int
 ) -> int:
-    window_bytes = config.max_num_seqs * config.max_model_len * model.spec.hbm_bytes_per_token
+    window_bytes = _pool_bytes(model, config, config.max_num_seqs * config.max_model_len // config.block_size)
     if model.spec.state is not None:
         window_bytes += config.max_num_seqs * STATES_A_REQUEST * model.spec.state.num_bytes
     if model.device.type == "cuda":

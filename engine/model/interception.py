@@ -206,21 +206,21 @@ class LayerConnector(Protocol):
     def wait_for_layer_load(self, layer: int) -> None: ...
 
 
-KVCaches = list[tuple[Tensor, Tensor]]  # per layer, [num_blocks, block_size, num_kv_heads, head_dim]
+KVCaches = list[tuple[Tensor, Tensor]]  # per layer, [blocks or window slots, block_size, num_kv_heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """One step of the engine: save the raw keys, rotate, write to the paged cache, attend."""
 
-    batch: PagedBatch
+    batches: Sequence[PagedBatch]  # per layer of this rank
     caches: KVCaches
-    rotations: Sequence[Rotation | None]  # per layer of this rank, at this step's positions
+    rotations: Sequence[Rotation | None]  # the same, at this step's positions
     connector: LayerConnector
     numbers: Sequence[int | None]  # of these layers, to the connector; None: it does not move them
     sample_rows: Tensor | None = None  # [num_samples], if `pruned_layer` computes the output of only these
     pruned_layer: int | None = None
-    decode: DecodeStep | None = None  # computes single tokens on a CPU, as far as it can
+    decodes: Sequence[DecodeStep | None] = ()  # per layer: computes single tokens on a CPU, as far as it can
     first_layer: int = 0  # caches and rotations count layers from this one
     saved: set[int] = field(default_factory=set)
 
@@ -232,12 +232,13 @@ class PagedStep:
             self.saved.add(layer)
             self.connector.save_kv_layer(number, key, value)
         key_cache, value_cache = self.caches[layer]
-        if self.decode is not None and rows is None:
+        decode = self.decodes[layer]
+        if decode is not None and rows is None:
             self._wait(number)
-            attended = self.decode.attend(layer, query, key, value, key_cache, value_cache, scoring)
+            attended = decode.attend(layer, query, key, value, key_cache, value_cache, scoring)
             if attended is not None:
                 return attended
-        batch, rotation = self.batch, self.rotations[layer]
+        batch, rotation = self.batches[layer], self.rotations[layer]
         query, key = rotate_and_write(query, key, value, key_cache, value_cache, batch.slots, rotation)
         self._wait(number)
         if rows is not None:
@@ -290,12 +291,17 @@ class PositionFreeModel:
         seen = max(window for window in spec.windows if window is not None) - 1  # before the next token
         return replace(full, state_bytes=windowed.block_bytes, window_blocks=-(-seen // block_size), windowed=windowed)
 
-    def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:
-        """Zeroed paged caches. Values that were never written must be finite, as masked scores still multiply them."""
+    def new_caches(self, num_blocks: int, block_size: int, num_window_slots: int = 0) -> KVCaches:
+        """Zeroed paged caches. Values that were never written must be finite, as masked scores still multiply them.
+
+        num_window_slots: so many blocks, and one that is never written, for each layer with a window; 0: as for others.
+        """
         spec, caches = self.spec, KVCaches()
+        shapes = spec.shapes[spec.layers.start : spec.layers.stop]
         with torch.inference_mode(False):  # threads outside of inference mode write here, too
-            for shape in spec.shapes[spec.layers.start : spec.layers.stop]:
-                tokens = (num_blocks, block_size, shape.num_kv_heads // spec.num_parts)
+            for shape, number in zip(shapes, spec.numbers, strict=True):
+                count = num_window_slots + 1 if num_window_slots and number is None else num_blocks
+                tokens = (count, block_size, shape.num_kv_heads // spec.num_parts)
                 key_cache, value_cache = (
                     torch.zeros(*tokens, dim, dtype=spec.dtype, device=self.device)
                     for dim in (shape.key_dim, shape.value_dim)
@@ -325,9 +331,12 @@ class PositionFreeModel:
         own = self.rotations[layers.start : layers.stop]
         at = {id(r): r.at(positions).spread_out() for r in own if r is not None}
         rotations = [None if r is None else at[id(r)] for r in own]
-        decode = decode_step(batch, caches, rotations)
+        numbers, windowed = self.spec.numbers, batch.windowed or batch
+        batches = [windowed if number is None else batch for number in numbers]
+        found = {id(one): decode_step(one, caches, rotations, batches.index(one)) for one in {*batches}}
+        decodes = [found[id(one)] for one in batches]
         pruned = self._pruned(token_ids, sample_tokens)
-        step = PagedStep(batch, caches, rotations, connector, self.spec.numbers, *pruned, decode, layers.start)
+        step = PagedStep(batches, caches, rotations, connector, numbers, *pruned, decodes, layers.start)
         with torch.cuda.device_of(token_ids):  # Triton launches on the current device; without effect on a CPU
             out = run_step(self.network, token_ids, positions, step, sample_tokens)
         pipeline: Pipeline | None = self.network.kvstore_carrier.pipeline

@@ -1,7 +1,7 @@
-"""KV of layers with a window: in HBM it lies as any, below it is stored only behind the last blocks before a border.
+"""KV of layers with a window: in HBM it lies in slots (`kvstore.engine.core.window_slots`), below it is stored only
+behind the last blocks before a border.
 
-There it is a state, of one HBM block each: its bytes as they are, with rotated keys. A splice turns these to where they
-go.
+There it is a state, of one slot each: its bytes as they are, with rotated keys. A splice turns these to where they go.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvstore.kernels.paged_batch import to_device
 
 
 class WindowStates:
-    """`States` whose rows are HBM blocks. caches: of the layers with a window."""
+    """`States` whose rows are window slots. caches: of the layers with a window."""
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._caches = [cache for pair in caches for cache in pair]
         self._sizes = [cache[0].nbytes for cache in self._caches]
 
     def packed(self, rows: Sequence[int]) -> Tensor:
-        """A copy of the blocks' KV, layer by layer, [num_blocks, num_bytes] uint8."""
+        """A copy of the slots' KV, layer by layer, [num_rows, num_bytes] uint8."""
         where = self._where(rows)
         return torch.cat([cache[where].flatten(1).view(torch.uint8) for cache in self._caches], 1)
 

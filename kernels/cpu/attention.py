@@ -97,14 +97,14 @@ class DecodeStep:
 
 
 def decode_step(
-    batch: PagedBatch, caches: Sequence[tuple[Tensor, Tensor]], rotations: Sequence[Rotation | None]
+    batch: PagedBatch, caches: Sequence[tuple[Tensor, Tensor]], rotations: Sequence[Rotation | None], first: int = 0
 ) -> DecodeStep | None:
     """What the layers of this step share; None if torch operations are to compute the step.
 
     caches: per layer, [num_blocks, block_size, num_kv_heads, head_dim] each. rotations: per layer, at the step's
-    positions (see `Rotation.spread_out`).
+    positions (see `Rotation.spread_out`). first: a layer that has the batch; of those, all have as many blocks.
     """
-    num_requests, cache = len(batch.context_lens), caches[0][0]
+    num_requests, cache = len(batch.context_lens), caches[first][0]
     if cache.device.type != "cpu" or cache.dtype not in CODES or not 0 < num_requests <= MAX_REQUESTS:
         return None
     if batch.num_decodes != num_requests or len(batch.slots) != num_requests or not cache.is_contiguous():

@@ -77,7 +77,7 @@ class KVLayout:
 
 
 class States(Protocol):
-    """The engine's states, in rows: of requests, or of HBM blocks."""
+    """The engine's states, in rows: of requests, or of blocks before a border."""
 
     def packed(self, rows: Sequence[int], /) -> torch.Tensor:
         """A copy of some as they are stored, [num_rows, state_bytes] uint8."""

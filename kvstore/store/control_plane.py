@@ -230,14 +230,15 @@ class KVStore:
         return found if not num_unsaved else replace(found, num_unsaved=num_unsaved * size)
 
     def load(
-        self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int, row: int | None = None
-    ) -> None:
-        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. row: where its state goes; None:
-        to these blocks.
+        self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int,
+        rows: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan. rows: where its states go, see
+        `KVConnector.update_state_after_alloc`.
         """
         size, request = self.stored.block_size, self.requests.by_id[request_id]
         if request.restored is not None:
-            states = self.requests.hand_out_states(request, block_numbers, first_token // size, row)
+            states = self.requests.hand_out_states(request, first_token // size, rows)
             self.steps.add_loads(states)
         self.steps.add_loads(self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size))
 

@@ -326,19 +326,17 @@ class Requests:
         self._stats.loaded_tokens += len(loads) * size
         return loads
 
-    def hand_out_states(
-        self, request: Tracked, block_numbers: Sequence[int], first_block: int, row: int | None
-    ) -> list[StatePiece]:
-        """The same of the states behind its blocks, before these are handed out: to this row, or each to its block."""
+    def hand_out_states(self, request: Tracked, first_block: int, rows: Sequence[int]) -> list[StatePiece]:
+        """The same of the states behind its blocks, before these are handed out: to the row, or each to its block's."""
         wanted, restored, pieces = request.wanted, request.restored, list[StatePiece]()
         assert restored is not None
         for index in range(restored.border, wanted.end):
             place, arena_block = restored.owner(index) - first_block, wanted.arena_blocks.pop(index)
-            if row is None and place < 0:  # HBM has it
+            if self._stored.has_windows and place < 0:  # HBM has it
                 self._cpu.release(arena_block)
                 continue
-            target = block_numbers[place] if row is None else row
-            pieces.append(StatePiece(target, (index - restored.border) % restored.num_state_blocks, arena_block))
+            row = rows[place] if self._stored.has_windows else rows[0]
+            pieces.append(StatePiece(row, (index - restored.border) % restored.num_state_blocks, arena_block))
         wanted.read_ahead.difference_update(range(restored.border, wanted.end))
         self.cut(request, restored.border)
         return pieces

@@ -80,10 +80,10 @@ class TieredConnector:
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int,
-        row: int | None = None,
+        rows: Sequence[int] = (),
     ) -> None:  # fmt: skip
         with self.parts.lock:
-            self.parts.store.load(request_id, block_numbers, num_computed_tokens, num_external_tokens, row)
+            self.parts.store.load(request_id, block_numbers, num_computed_tokens, num_external_tokens, rows)
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         with self.parts.lock:

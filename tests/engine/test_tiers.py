@@ -48,7 +48,10 @@ def hbm_blocks(engine: Engine, chain: list[BlockId]) -> list[torch.Tensor]:
     """Rotated keys and values of every layer of these blocks, as they lie in HBM."""
     numbers = [engine.loop.pool.lookup(block_id) for block_id in chain]
     assert None not in numbers
-    return [cache[numbers].clone() for layer in engine.loop.runner.caches for cache in layer]
+    windows, runner = engine.loop.scheduler.manager.windows, engine.loop.runner
+    slots = numbers if windows is None else windows.of[numbers].tolist()
+    rows = [numbers if number is not None else slots for number in runner.model.spec.numbers]
+    return [cache[own].clone() for layer, own in zip(runner.caches, rows, strict=True) for cache in layer]
 
 
 # -- invariant 1 -------------------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def check_always(sim: Simulation) -> None:
     sim.scheduler.roster.check_integrity()
     sim.store.check_integrity(idle=False)
     sim.pool.check_content(sim.transfers.failed_blocks)
+    if sim.config.window_blocks:
+        sim.windows.check_content(sim.pool, sim.transfers.failed_blocks)
     for arena_block in sim.cpu.pool.cached_blocks():
         if sim.cpu.state(arena_block) is ArenaBlockState.READY:
             sim.cpu.check_content(arena_block)

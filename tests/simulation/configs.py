@@ -35,6 +35,7 @@ class Config:
     longest_wait_s: float = 120.0  # of a request, when nothing fails
     state_blocks: int = 0  # that a state takes; 0: the model keeps none
     window_blocks: int = 0  # behind so many a state is needed, which is what layers with a window see; 0: of requests
+    window_slots: int = 48
     runs_ahead: bool = False  # as a device does; answers then end at some tokens, too, which are seen late
     faults: Faults = NO_FAULTS
 
@@ -66,6 +67,10 @@ CONFIGS = (
     Config("states-ahead", state_blocks=3, runs_ahead=True, cpu_blocks=0, faults=SOME),
     Config("states-faults", state_blocks=5, cpu_blocks=100, disk_blocks=400, runs_ahead=True, faults=ALL),
     Config("windows", state_blocks=2, window_blocks=5),
-    Config("windows-ahead", state_blocks=1, window_blocks=3, runs_ahead=True, cpu_blocks=0, faults=SOME),
-    Config("windows-faults", state_blocks=2, window_blocks=4, cpu_blocks=160, runs_ahead=True, faults=ALL),
+    Config(
+        "windows-ahead", state_blocks=1, window_blocks=3, window_slots=24, runs_ahead=True, cpu_blocks=0, faults=SOME
+    ),
+    Config(
+        "windows-faults", state_blocks=2, window_blocks=4, window_slots=32, cpu_blocks=160, runs_ahead=True, faults=ALL
+    ),
 )

@@ -34,6 +34,7 @@ from tests.simulation.parts import (
     Book,
     Clock,
     WatchedPool,
+    WatchedWindows,
     state_content,
     window_part,
 )
@@ -310,10 +311,12 @@ class Transfers:
     """A `Transfer` whose loads take time within the step, and whose saves land some time after it."""
 
     def __init__(
-        self, arena: Arena, cpu: Callable[[], CpuTier], pool: Callable[[], WatchedPool], clock: Clock, faults: Faults,
-        rng: random.Random, weather: Weather, counts: Counter[str], block_s: float, may_fail: Callable[[str], None],
+        self, arena: Arena, cpu: Callable[[], CpuTier], pool: Callable[[], WatchedPool],
+        windows: Callable[[], WatchedWindows], clock: Clock, faults: Faults, rng: random.Random, weather: Weather,
+        counts: Counter[str], block_s: float, may_fail: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.arena, self.cpu, self.pool, self.clock, self.faults, self.rng = arena, cpu, pool, clock, faults, rng
+        self.arena, self.cpu, self.pool, self.windows, self.clock = arena, cpu, pool, windows, clock
+        self.faults, self.rng = faults, rng
         self.weather, self.counts, self.block_s, self.may_fail = weather, counts, block_s, may_fail
         self._done: deque[Transferred] = deque()
         self._plan: TransferPlan | None = None
@@ -373,7 +376,6 @@ class Transfers:
                 self.failed_blocks.add(load.block_number)
                 content = GARBAGE * (len(content) // TOKEN_BYTES)
             self.pool().contents[load.block_number][:] = content
-            self.pool().windows[load.block_number][:] = GARBAGE * (len(content) // TOKEN_BYTES)
             self.arena.end(load.arena_block, "load")
         for piece in self._plan.states:
             record = self.cpu().record(piece.arena_block)
@@ -391,7 +393,7 @@ class Transfers:
         content = self.arena.content(piece.arena_block)
         if self.arena.book.has_windows:
             seen = window_part(content, piece.index)
-            windows = self.pool().windows[piece.row]
+            windows = self.windows().contents[piece.row]
             assert piece.index == 0 or windows.startswith(GARBAGE) or windows == seen, "parts of two blocks"
             windows[:] = GARBAGE * (len(content) // TOKEN_BYTES) if has_failed else seen
             return
@@ -401,7 +403,7 @@ class Transfers:
 
     def _saved_part(self, piece: StatePiece) -> bytes:
         if self.arena.book.has_windows:
-            return window_part(self.pool().windows[piece.row], piece.index)
+            return window_part(self.windows().contents[piece.row], piece.index)
         return state_content(self.states[piece.row], piece.index, self.arena.size)
 
     def save_layer(self, layer: int, tokens: bytes, _: None) -> None:

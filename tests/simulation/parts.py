@@ -16,6 +16,7 @@ from kvstore.blocks.ids import BlockId, state_chain
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import SplicedState
 from kvstore.engine.core.request import Request
+from kvstore.engine.core.window_slots import WindowSlots
 from kvstore.memory.tier import CpuTier
 
 TOKEN_BYTES = 8
@@ -188,6 +189,10 @@ class Book:
             return window_part(content, index)
         return state_content(key_after(content), index, self.block_bytes)
 
+    def garbage(self) -> bytearray:
+        """What a block holds after it was handed out."""
+        return bytearray(GARBAGE * (self.block_bytes // TOKEN_BYTES))
+
     def close(self, request: Request) -> None:
         self._stories.pop(request.request_id, None)
 
@@ -288,7 +293,6 @@ class WatchedPool(BlockPool):
 
     def watch(self, book: Book) -> WatchedPool:
         self.book, self.contents = book, [bytearray() for _ in range(self.num_blocks)]
-        self.windows = [bytearray() for _ in range(self.num_blocks)]  # the same, as far as layers with a window have it
         self.fresh: set[int] = set()
         return self
 
@@ -300,8 +304,7 @@ class WatchedPool(BlockPool):
     def spoil(self) -> None:
         """What was handed out holds nothing; not before the copies of the step have been read."""
         for block in self.fresh:
-            garbage = GARBAGE * (self.book.block_bytes // TOKEN_BYTES)
-            self.contents[block], self.windows[block] = bytearray(garbage), bytearray(garbage)
+            self.contents[block] = self.book.garbage()
         self.fresh.clear()
 
     def check_content(self, failed: set[int]) -> None:
@@ -310,3 +313,28 @@ class WatchedPool(BlockPool):
             block_id = self.block_id(block)
             assert block_id is not None
             assert self.contents[block] == self.book.blocks[block_id], f"HBM block {block} is not what its id says"
+
+
+class WatchedWindows(WindowSlots):
+    """The engine's window slots with their bytes, as those of the pool. Nobody sees the first one."""
+
+    def watch(self, book: Book) -> WatchedWindows:
+        self.book, self.contents = book, [book.garbage() for _ in range(self.num_slots + 1)]
+        self.fresh: set[int] = set()
+        return self
+
+    def give(self, blocks: Sequence[int]) -> None:
+        super().give(blocks)
+        self.fresh.update(self.of[blocks].tolist())
+
+    def spoil(self) -> None:
+        for slot in self.fresh:
+            self.contents[slot] = self.book.garbage()
+        self.fresh.clear()
+
+    def check_content(self, pool: WatchedPool, failed: set[int]) -> None:
+        """failed: see `WatchedPool.check_content`."""
+        for block in set(pool.cached_blocks()) - failed:
+            slot, block_id = int(self.of[block]), pool.block_id(block)
+            is_sound = block_id is not None and self.contents[slot] == self.book.blocks[block_id]
+            assert not slot or is_sound, f"window slot {slot} of HBM block {block} is not what its id says"

@@ -41,7 +41,17 @@ from tests.simulation.disk import (
     WatchedWorker,
     Weather,
 )
-from tests.simulation.parts import START_S, Arena, Book, Clock, Condition, Thread, WatchedCpu, WatchedPool
+from tests.simulation.parts import (
+    START_S,
+    Arena,
+    Book,
+    Clock,
+    Condition,
+    Thread,
+    WatchedCpu,
+    WatchedPool,
+    WatchedWindows,
+)
 from tests.simulation.people import People
 from tests.simulation.runner import Account, Runner
 
@@ -117,8 +127,8 @@ class Simulation:
 
     def _make_transfers(self, arena) -> Transfers:
         self.transfers = Transfers(
-            arena, lambda: self.cpu, lambda: self.pool, self.clock, self.config.faults, self.rng, self.weather,
-            self.counts_of_store, self.config.load_s, self.may_fail,
+            arena, lambda: self.cpu, lambda: self.pool, lambda: self.windows, self.clock, self.config.faults, self.rng,
+            self.weather, self.counts_of_store, self.config.load_s, self.may_fail,
         )  # fmt: skip
         return self.transfers
 
@@ -144,7 +154,11 @@ class Simulation:
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
         limits = SchedulerConfig(config.window, config.block_size, config.seqs, config.budget, config.policy)
         states = StateSlots(NUM_STATE_ROWS) if config.state_blocks and not config.window_blocks else None
-        manager = KVCacheManager(self.pool, config.block_size, config.window_blocks, states=states)
+        windows = None
+        if config.window_blocks:
+            windows = WatchedWindows(config.window_slots, config.hbm_blocks, config.window_blocks)
+            self.windows = windows.watch(self.book)
+        manager = KVCacheManager(self.pool, config.block_size, None, states, windows)
         self.scheduler = Scheduler(limits, manager, self.connector)
         self.runner = Runner(self)
         self.steps = Steps(self.scheduler, self.runner, config.runs_ahead)
@@ -188,9 +202,9 @@ class Simulation:
         self.counts.update(self.counts_of_store)
         self.counts_of_store.clear()
 
-    def _taken(self, num_tokens: int, row: int | None) -> None:
+    def _taken(self, num_tokens: int, rows: Sequence[int]) -> None:
         self.counts_of_store["loads taken"] += num_tokens // self.config.block_size
-        num_states = self.config.window_blocks if row is None else 1  # at most
+        num_states = len(rows)  # at most
         self.counts_of_store["states taken"] += num_states * self.config.state_blocks
 
     def _watch_orders(self) -> None:

@@ -12,7 +12,7 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.store.seam import Prefilled
-from tests.simulation.parts import GARBAGE, TOKEN_BYTES, key_after, next_key, next_token
+from tests.simulation.parts import GARBAGE, TOKEN_BYTES, WatchedPool, WatchedWindows, key_after, next_key, next_token
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -33,6 +33,14 @@ class Launched:
 
     sampled: list[Sequence[int]]
     before: dict[str, Account]
+
+
+def copy(memory: WatchedPool | WatchedWindows, copies: Sequence[tuple[int, int]]) -> None:
+    """Copies of a step, (source, destination), of which all are read before anything is written."""
+    read = [bytes(memory.contents[source]) for source, _ in copies]
+    memory.spoil()
+    for (_, destination), content in zip(copies, read, strict=True):
+        memory.contents[destination][:] = content
 
 
 class Runner:
@@ -128,28 +136,26 @@ class Runner:
         """Layers with a window see these of the tokens before the first one."""
         size, table = self.sim.config.block_size, self.rows[request.request_id]
         for position in range(max(0, first - self.sim.config.window_blocks * size + 3), first):
-            block, offset = table[position // size], position % size * TOKEN_BYTES
-            seen = self.sim.pool.windows[block][offset : offset + TOKEN_BYTES]
+            slot, offset = self.sim.windows.of[table[position // size]], position % size * TOKEN_BYTES
+            seen = self.sim.windows.contents[slot][offset : offset + TOKEN_BYTES]
             expected = story[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES]
             assert seen == expected, f"{request.request_id} sees another window at {position}"
 
     def _apply_allocations(self, output: SchedulerOutput) -> None:
-        copies = []
+        copies, window_copies = [], []
         for step in output.scheduled:
             allocation, table = step.allocation, self.rows[step.request_id]
             if allocation.block_numbers:
                 assert allocation.first_index <= len(table)
                 table[allocation.first_index :] = allocation.block_numbers
                 copies += [allocation.copy] if allocation.copy else []
+                window_copies += [allocation.window_copy] if allocation.window_copy else []
             request = self.sim.scheduler.roster.requests[step.request_id]
             assert table == request.block_numbers, "rows and requests disagree"
-        contents = self.sim.pool.contents
-        windows = self.sim.pool.windows
-        read = [(bytes(contents[source]), bytes(windows[source])) for source, _ in copies]
-        self.sim.pool.spoil()
-        for (_, destination), (content, window) in zip(copies, read, strict=True):
-            assert self.sim.pool.ref_count(destination) == 1, "a copy into a shared block"
-            contents[destination][:], windows[destination][:] = content, window
+        assert all(self.sim.pool.ref_count(destination) == 1 for _, destination in copies), "a copy into a shared block"
+        copy(self.sim.pool, copies)
+        if self.sim.config.window_blocks:
+            copy(self.sim.windows, window_copies)
 
     def _compute(self, request: Request, first: int, num_tokens: int, size: int) -> bytes:
         """KV of the tokens, written to HBM. Garbage, where what it is computed from has not come."""
@@ -174,8 +180,12 @@ class Runner:
             if offset == 0 or position == first:
                 assert sim.pool.ref_count(block) == 1, "a shared block is written"
             start = (position - first) * TOKEN_BYTES
-            for held in (contents, sim.pool.windows):
-                held[block][offset * TOKEN_BYTES : (offset + 1) * TOKEN_BYTES] = part[start : start + TOKEN_BYTES]
+            written = slice(offset * TOKEN_BYTES, (offset + 1) * TOKEN_BYTES)
+            contents[block][written] = part[start : start + TOKEN_BYTES]
+            if sim.config.window_blocks:
+                slot = sim.windows.of[block]
+                assert slot and sim.windows._ref_counts[slot] == 1, "a window slot is written that others see"
+                sim.windows.contents[slot][written] = part[start : start + TOKEN_BYTES]
         if sim.forgotten:  # the last block may have no id yet
             touched = range(first // size, (first + num_tokens - 1) // size + 1)
             anew = {bytes(story[index * width : (index + 1) * width]) for index in touched}

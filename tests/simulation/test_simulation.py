@@ -20,6 +20,7 @@ from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import CachedCount, Request
 from kvstore.engine.core.scheduler import Roster
 from kvstore.engine.core.state_slots import StateSlots
+from kvstore.engine.core.window_slots import WindowSlots
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
 from kvstore.store.requests import Requests
@@ -248,8 +249,37 @@ def state_that_is_loaded_in_part():
     return {(Requests, "hand_out_states"): lambda hand_out: lambda self, *given: hand_out(self, *given)[1:]}
 
 
-def window_that_is_saved_where_it_was_not_loaded():
-    return {(KVCacheManager, "note_loaded"): lambda _: lambda self, *given: None}
+def window_slot_of_a_block_that_was_loaded_without():
+    def whole(take):
+        return lambda self, count, num_bare=0: take(self, count, 0)
+
+    return {(KVCacheManager, "_take_blocks"): whole}
+
+
+def window_slot_that_is_given_away_while_it_is_held():
+    def held(acquire):
+        def acquired(self, blocks):
+            acquire(self, blocks)
+            self._middle.update(dict.fromkeys(filter(None, self._of(blocks))))
+
+        return acquired
+
+    return {(WindowSlots, "acquire"): held, (WindowSlots, "check_integrity"): lambda _: lambda self, held: None}
+
+
+def window_that_is_not_copied_before_it_is_written():
+    def forgetful(allocate):
+        def allocated(self, *given):
+            found = allocate(self, *given)
+            return found if found is None else replace(found, window_copy=None)
+
+        return allocated
+
+    return {(KVCacheManager, "allocate"): forgetful}
+
+
+def window_slot_that_is_released_too_early():
+    return {(WindowSlots, "first_held"): lambda first: lambda self, *given: first(self, *given) + 3}
 
 
 # The bug, the configuration that is to find it, and what is to be said of it.
@@ -277,7 +307,10 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
     (hit_behind_which_there_is_no_state, "windows", "sees another window"),
-    (window_that_is_saved_where_it_was_not_loaded, "windows", "does not hold what its record says|another window"),
+    (window_slot_of_a_block_that_was_loaded_without, "windows", "held by others|another window|what its id says"),
+    (window_slot_that_is_given_away_while_it_is_held, "windows", "another window|that others see|what its id says"),
+    (window_that_is_not_copied_before_it_is_written, "windows", "another window|what its id says"),
+    (window_slot_that_is_released_too_early, "windows", "another window|held by others"),
     (state_that_is_loaded_in_part, "windows", "sees another window|held while nothing runs|states|its record says"),
 ]
 

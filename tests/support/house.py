@@ -76,7 +76,7 @@ class FakeStore(NullConnector):
         self._matches[request_id] = found
         return Match(Lookup.HIT, len(found) * self.block_size) if found else Match(Lookup.MISS)
 
-    def update_state_after_alloc(self, request_id, block_numbers, num_computed_tokens, num_external_tokens, row=None):
+    def update_state_after_alloc(self, request_id, block_numbers, num_computed_tokens, num_external_tokens, rows=()):
         found = self._matches.pop(request_id)
         assert num_external_tokens == len(found) * self.block_size
         assert len(block_numbers) == len(found)

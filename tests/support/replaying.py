@@ -25,7 +25,11 @@ def live(tensors: StepTensors) -> StepTensors:
         assert (array[is_padding] == expected).all()
     table = at.block_table.long().masked_fill(padding[:, None], 0)  # padding sees block 0; nobody sees its result
     width = -(-int(lens.max()) // tensors.batch.block_size)
-    batch = PagedBatch(starts, lens.clamp(min=1).tolist(), table[:, :width], slots, tensors.batch.block_size)
+    windowed = tensors.batch.windowed
+    batch = PagedBatch(
+        starts, lens.clamp(min=1).tolist(), table[:, :width], slots, tensors.batch.block_size,
+        windowed=None if windowed is None else live(replace(tensors, batch=windowed)).batch,
+    )  # fmt: skip
     return replace(tensors, batch=batch)
 
 
@@ -82,8 +86,10 @@ class Spoiling(Rerun):
         for old_layer, new_layer in zip(place.layers, new.layers, strict=True):
             for old, found in zip(old_layer, new_layer, strict=True):
                 old.copy_(found)
-        at = tensors.batch.device_batch
-        for array in (tensors.token_ids, tensors.positions, tensors.batch.slots, at.context_lens, at.block_table):
+        arrays = [tensors.token_ids, tensors.positions]
+        for batch in filter(None, (tensors.batch, tensors.batch.windowed)):
+            arrays += [batch.slots, batch.device_batch.context_lens, batch.device_batch.block_table]
+        for array in arrays:
             array.fill_(SPOILT)
         return place
 

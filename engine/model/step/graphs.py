@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -159,6 +159,7 @@ class StepGraphs:
         self.decodes = [Form(size, size) for size in graph_sizes(config.max_num_seqs)]
         self.prefills = [Form(size, 1) for size in PREFILL_SIZES if size <= longest]
         self.tensors = FormTensors([*self.decodes, *self.prefills], config, model.device)
+        self._slots = np.arange(min(len(keys) for keys, _ in caches))  # made-up steps have a window slot for each block
         self._replays: dict[Form, Callable[[], StepOutput]] = {}
         self._fence: SaveFence | None = None
 
@@ -177,11 +178,11 @@ class StepGraphs:
             try:
                 self.run_once(self.decodes[-1])  # so that the logits are made in the stream of the steps
                 for form in reversed(forms):
-                    self.tensors.load(form, *self._trial(form, 0))
+                    self.tensors.load(form, *self._trial(form, 0), self._slots)
                     self._replays[form] = capturer.capture(self._work, self.tensors.of(form))
                     self._check(form)
             finally:
-                self._erase(len(self._caches[0][0]))
+                self._erase(len(self._slots))
             failed.pop_all()
 
     def _forget(self, forms: Sequence[Form]) -> None:
@@ -195,7 +196,7 @@ class StepGraphs:
         Tokens are written, and attend to earlier tokens of the same block and step.
         """
         size, longest, vocab_size = self._config.block_size, self._config.max_model_len, self._model.spec.vocab_size
-        num_blocks, within = len(self._caches[0][0]), min(size, longest)
+        num_blocks, within = len(self._slots), min(size, longest)
         ordinals = np.arange(form.num_tokens + 1)
         if not form.is_decode:
             count = max(min(form.num_tokens, num_blocks * size, longest) - 1, 1)
@@ -235,7 +236,7 @@ class StepGraphs:
 
     def _eager(self, form: Form, inputs: StepInputs, table: np.ndarray) -> StepOutput:
         """Run a step eagerly, padded to the form, over the tensors that the graphs read."""
-        self.tensors.load(form, inputs, table)
+        self.tensors.load(form, inputs, table, self._slots)
         return self._work(self.tensors.of(form, inputs, table))
 
     def _work(self, tensors: StepTensors) -> StepOutput:
@@ -254,17 +255,17 @@ class StepGraphs:
 
     def run(
         self, form: Form, inputs: StepInputs, table: np.ndarray, plan: TransferPlan | None, connector: KVConnector,
-        sampled: Tensor | None = None,
+        window_of: np.ndarray | None = None, sampled: Tensor | None = None,
     ) -> Tensor:  # [num_requests, vocab_size]  # fmt: skip
         """Run a step. Returns its logits, which the next step overwrites. Hands its saves to the connector, ends them.
 
-        table: [num_requests, width] block numbers. sampled: see `kvstore.engine.model.step.tensors.fill_in`.
+        table: [num_requests, width] block numbers. window_of, sampled: see `kvstore.engine.model.step.tensors`.
         """
         if self._fence is not None:  # the save of an earlier step may still read what this replay overwrites
             self._fence.order()
             self._fence = None
         count = len(inputs.token_ids)
-        self.tensors.load(form, inputs, table, sampled)
+        self.tensors.load(form, inputs, table, window_of, sampled)
         output = self._replays[form]()
         if plan is not None and plan.saves:
             for layer, (key, value) in enumerate(output.layers):
@@ -281,6 +282,7 @@ def bytes_for_graphs(model: PositionFreeModel, config: SchedulerConfig) -> int:
     for its own tokens.
     """
     device, sizes = model.device, graph_sizes(config.max_num_seqs)
+    config = replace(config, num_window_slots=len(model.spec.windows))  # whether there are any is what counts here
     within = min(config.block_size, config.max_model_len)
     num_blocks = max(-(-sizes[-1] // within), -(-PREFILL_SIZES[-1] // config.block_size))
     graphs = StepGraphs(model, model.new_caches(num_blocks, config.block_size), config)

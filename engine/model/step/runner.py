@@ -33,7 +33,6 @@ from kvstore.engine.outputs import TokenLogprob
 from kvstore.errors import EngineDiedError
 from kvstore.kernels.cpu.threads import Team
 from kvstore.kernels.paged_batch import start_to_host, to_device
-from kvstore.memory.layout import States
 from kvstore.store.seam import Prefilled
 
 
@@ -194,15 +193,17 @@ class ModelRunner:
     """One model, its caches and its persistent batch.
 
     capturer: makes the graphs of decode steps; None: no graphs. others: the ranks with the other parts of the model.
+    window_of: see `WindowSlots.of`; the scheduler changes it between launches.
     """
 
     def __init__(
         self, model: PositionFreeModel, config: SchedulerConfig, num_blocks: int, connector: KVConnector,
-        capturer: Capturer | None = None, others: Others | None = None,
+        capturer: Capturer | None = None, others: Others | None = None, window_of: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.connector = connector
-        self.caches = model.new_caches(num_blocks, config.block_size)
+        self.caches = model.new_caches(num_blocks, config.block_size, config.num_window_slots)
+        self._window_of = window_of
         self.states = (
             None if model.spec.state is None else StatePool(model.spec.state, config.num_state_slots, model.device)
         )
@@ -212,17 +213,16 @@ class ModelRunner:
         self.clock = StepClock(model.device)
         self._unread: Launched | None = None  # the last step, until its tokens are read or the next step has taken them
         self._team = Team(model.is_native) if model.device.type == "cpu" else None
-        connector.register_kv_caches(*self._stored())
+        windowed = self._caches_of(windowed=True)
+        connector.register_kv_caches(self._caches_of(), WindowStates(windowed) if windowed else self.states)
         self._config, self._capturer = config, capturer
         self._flight = Flight(lambda num_samples: self.model.end(num_samples), others or NoOthers())
         self.graphs: StepGraphs | None = None
 
-    def _stored(self) -> tuple[KVCaches, States | None]:
-        """The caches whose KV is stored for all tokens; and states, or the other caches as such."""
+    def _caches_of(self, windowed: bool = False) -> KVCaches:
+        """The caches whose blocks are HBM blocks, or those whose blocks are window slots."""
         numbers = self.model.spec.numbers
-        full = [cache for number, cache in zip(numbers, self.caches, strict=True) if number is not None]
-        others = [cache for number, cache in zip(numbers, self.caches, strict=True) if number is None]
-        return full, WindowStates(others) if others else self.states
+        return [cache for number, cache in zip(numbers, self.caches, strict=False) if (number is None) == windowed]
 
     def prepare(self) -> None:
         """Called once, in the thread that is going to step: CUDA keeps a device and handles for each thread."""
@@ -259,7 +259,10 @@ class ModelRunner:
             return Launched(())
         inputs = self.batch.build(output.scheduled)
         if copies:
-            copy_blocks(self.caches, copies, self.model.device)
+            copy_blocks(self._caches_of(), copies, self.model.device)
+            found = (step.allocation.window_copy for step in output.scheduled)
+            if window_copies := [copy for copy in found if copy is not None]:
+                copy_blocks(self._caches_of(windowed=True), window_copies, self.model.device)
         if output.plan is not None:
             row_starts = np.empty(len(inputs.order), dtype=np.int64)
             row_starts[inputs.order] = inputs.query_start[:-1]
@@ -384,8 +387,9 @@ class ModelRunner:
             _set_sampling(self.sampler, row, new, self.batch.token_ids[row, : len(new.token_ids)])
 
     def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Overwrite these blocks, and these states, with zeros. Does nothing after `close`."""
-        overwrite_blocks(self.caches, blocks, self.model.device)
+        """Overwrite these blocks, and these slots of states or windows, with zeros. Does nothing after `close`."""
+        overwrite_blocks(self._caches_of(), blocks, self.model.device)
+        overwrite_blocks(self._caches_of(windowed=True), slots, self.model.device)
         if self.states is not None:
             self.states.overwrite(slots)
         self._flight.others.overwrite(blocks)
@@ -399,8 +403,8 @@ class ModelRunner:
         form = None if self.graphs is None or has_loads else self.graphs.form_of(inputs)
         if self.graphs is not None and form is not None:
             self.times.num_replays += 1
-            return self.graphs.run(form, inputs, table, plan, self.connector, sampled)
-        step = step_tensors(inputs, table, self.batch.block_size, self.model.device)
+            return self.graphs.run(form, inputs, table, plan, self.connector, self._window_of, sampled)
+        step = step_tensors(inputs, table, self.batch.block_size, self.model.device, self._window_of)
         if sampled is not None:
             fill_in(step.token_ids, sampled)
         states = self._states(inputs, output)

@@ -84,8 +84,23 @@ def fill_in(token_ids: Tensor, sampled: Tensor) -> None:
     token_ids.copy_(torch.where(token_ids < 0, known, token_ids))
 
 
-def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device: torch.device) -> StepTensors:
-    """The step's tensors. table: [num_requests, width] block numbers, wide enough for the longest context."""
+def for_windows(
+    inputs: StepInputs, table: np.ndarray, window_of: np.ndarray, block_size: int
+) -> tuple[StepInputs, np.ndarray]:
+    """The step's arrays for layers with a window. window_of: see `WindowSlots.of`."""
+    blocks, offsets = np.divmod(inputs.slots, block_size)
+    return replace(inputs, slots=window_of[blocks].astype(np.int64) * block_size + offsets), window_of[table]
+
+
+def step_tensors(
+    inputs: StepInputs, table: np.ndarray, block_size: int, device: torch.device, window_of: np.ndarray | None = None
+) -> StepTensors:
+    """The step's tensors. table: [num_requests, width] block numbers, wide enough for the longest context. window_of:
+    see `WindowSlots.of`; None: layers with a window have as many blocks as others.
+    """
+    windowed = None
+    if window_of is not None:
+        windowed = step_tensors(*for_windows(inputs, table, window_of, block_size), block_size, device).batch
     host_table = torch.from_numpy(table.astype(np.int64))
     query_start, context_lens = inputs.query_start.tolist(), inputs.context_lens.tolist()
     if device.type != "cuda":
@@ -93,7 +108,7 @@ def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device:
             torch.from_numpy(array).to(device)
             for array in (inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_tokens)
         )
-        batch = PagedBatch(query_start, context_lens, host_table, slots, block_size)
+        batch = PagedBatch(query_start, context_lens, host_table, slots, block_size, None, windowed)
         return StepTensors(token_ids, positions, sample_tokens, batch)
     layout = StepLayout(len(inputs.token_ids), len(inputs.rows), len(inputs.sample_tokens), table.shape[1])
     buffer = layout.pack(inputs, table, pinned=True).to(device, non_blocking=True)
@@ -101,7 +116,7 @@ def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device:
     counts = np.diff(inputs.query_start)
     num_decodes = int((counts == 1).sum())
     on_device = DeviceBatch(starts, lens, blocks, num_decodes, int(counts.max()), max(context_lens))
-    batch = PagedBatch(query_start, context_lens, host_table, slots, block_size, on_device)
+    batch = PagedBatch(query_start, context_lens, host_table, slots, block_size, on_device, windowed)
     return StepTensors(token_ids, positions, sample_tokens, batch)
 
 
@@ -129,9 +144,15 @@ class Form:
 
 
 class FormTensors:
-    """Tensors that all forms share, because forms run one after the other. They are not in the graphs' own memory."""
+    """Tensors that all forms share, because forms run one after the other. They are not in the graphs' own memory.
+
+    windowed: those of layers with a window, which have slots and a block table of their own; None without any.
+    """
 
     def __init__(self, forms: Sequence[Form], config: SchedulerConfig, device: torch.device) -> None:
+        self.windowed: FormTensors | None = None
+        if config.num_window_slots:
+            self.windowed = FormTensors(forms, replace(config, num_window_slots=0), device)
         self._block_size, self._max_model_len = config.block_size, config.max_model_len
         self._pinned = device.type == "cuda"
         max_tokens, max_requests = (max(f.num_tokens for f in forms), max(f.num_requests for f in forms))
@@ -146,13 +167,18 @@ class FormTensors:
     def num_bytes(self) -> int:
         """Bytes of all tensors; complete once a step has run."""
         shared = [self._arrived, self._table, *([] if self._logits is None else [self._logits])]
-        return sum(tensor.nbytes for tensor in shared)
+        return sum(tensor.nbytes for tensor in shared) + (0 if self.windowed is None else self.windowed.num_bytes)
 
-    def load(self, form: Form, inputs: StepInputs, table: np.ndarray, sampled: Tensor | None = None) -> None:
+    def load(
+        self, form: Form, inputs: StepInputs, table: np.ndarray, window_of: np.ndarray | None,
+        sampled: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Copy a step's arrays, padded to the form, to where the graphs read them.
 
-        Tokens that pad a prompt belong to no request: no token attends to them, and they attend to none. sampled: see
-        `tensors.fill_in`."""
+        Tokens that pad a prompt belong to no request: no token attends to them, and they attend to none. window_of: see
+        `WindowSlots.of`. sampled: see `tensors.fill_in`."""
+        if self.windowed is not None and window_of is not None:
+            self.windowed.load(form, *for_windows(inputs, table, window_of, self._block_size), None, sampled)
         size, ordinals = form.num_requests, self._ordinals
         if form.is_decode:
             inputs = replace(inputs, query_start=ordinals[: size + 1], sample_tokens=ordinals[:size])
@@ -168,8 +194,9 @@ class FormTensors:
         """The tensors that `load` has filled.
 
         Lists for the host come from the step's own arrays. In a capture there are none, as every replay would see those
-        of the capture.
+        of the capture. Layers with a window get these for the arrays as they are.
         """
+        windowed = None if self.windowed is None else self.windowed.of(form, inputs, table).batch
         token_ids, positions, slots, samples, query_start, lens, _ = form.layout.unpack(self._arrived)
         num_decodes, longest = (form.num_requests, 1) if form.is_decode else (0, form.num_tokens)
         blocks = self._table[: form.num_requests]
@@ -181,7 +208,7 @@ class FormTensors:
             host_table[: len(table)] = torch.from_numpy(table)
             host_lens = [*inputs.context_lens.tolist(), *[1] * (form.num_requests - len(table))]  # padding sees block 0
             host_start = host_start if form.is_decode else inputs.query_start.tolist()
-        batch = PagedBatch(host_start, host_lens, host_table, slots, self._block_size, on_device)
+        batch = PagedBatch(host_start, host_lens, host_table, slots, self._block_size, on_device, windowed)
         return StepTensors(token_ids, positions, samples, batch)
 
     def share(self, logits: Tensor) -> Tensor:

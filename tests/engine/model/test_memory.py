@@ -162,3 +162,14 @@ def test_what_cannot_be_is_refused(monkeypatch):
             own_device(EngineConfig(tensor_parallel_size=2, distributed_executor="ray"))
     with pytest.raises(ConfigError, match="device is cuda:1, but each of 4 processes needs its own"):
         EngineConfig(device="cuda:1", **FOUR)
+
+
+@pytest.mark.parametrize("kib", [30, 100, 400, 4000])
+def test_blocks_and_window_slots_fill_what_is_given_and_a_lone_request_never_lacks_a_slot(kib):
+    """A window of 24 tokens lies in two blocks; its request has two more, and one for a copy."""
+    model, config = intercept(make_model("Gemma3"), 256), replace(CONFIG, max_model_len=16, max_num_batched_tokens=48)
+    num_blocks, num_slots = num_hbm_blocks(model, config, kib << 10)
+    taken = sum(cache.nbytes for layer in model.new_caches(num_blocks, 16, num_slots) for cache in layer)
+    assert (kib << 10) - 2 * 16 * model.spec.kv_bytes_per_token < taken <= kib << 10
+    assert min(num_blocks, 3 + 2 + 3) <= num_slots <= num_blocks
+    assert (num_slots == num_blocks) == (kib < 200)

@@ -44,7 +44,7 @@ from tests.support.engines import (
     tokens,
 )
 from tests.support.faults import fail
-from tests.support.models import make_model
+from tests.support.models import check_answer, make_model, network_of
 from tests.support.replaying import LateSaves, Rerun, Spoiling, live
 
 
@@ -53,15 +53,15 @@ def open_with(model, monkeypatch):
     """An engine on the CPU whose decode steps go through this capturer; late: how its saves are done."""
     opened = []
 
-    def open_(capturer, path=None, late: Callable[[object], object] | None = None, **options):
-        def runner(model, config, num_blocks, connector, _=None, _ranks=None):
-            return ModelRunner(model, config, num_blocks, connector, capturer)
+    def open_(capturer, path=None, late: Callable[[object], object] | None = None, folder=model, **options):
+        def runner(model, config, num_blocks, connector, _=None, _ranks=None, window_of=None):
+            return ModelRunner(model, config, num_blocks, connector, capturer, None, window_of)
 
         with monkeypatch.context() as patch:
             patch.setattr("kvstore.engine.client.local.ModelRunner", runner)
             if late is not None:
                 patch.setattr("kvstore.engine.client.local.open_store", lambda *arguments: late(open_store(*arguments)))
-            engine = by_hand(open_engine(model, path, **options))
+            engine = by_hand(open_engine(folder, path, **options))
         assert capturer is None or engine.loop.runner.graphs is not None
         if capturer is not None:
             capturer.num_replays.clear()
@@ -123,6 +123,19 @@ def test_preempted_requests_go_on_with_the_same_tokens(open_with, plain):
     outputs = engine.generate(prompts, greedy(40))
     assert [o.token_ids for o in outputs] == [plain(p, 40) for p in prompts]
     assert engine.stats()["requests"]["preemptions"] > 0
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "GptOss"])
+def test_layers_with_a_window_have_slots_and_a_block_table_of_their_own(open_with, saved_model, family):
+    engine = open_with(Spoiling(), folder=saved_model(family), max_num_seqs=4, max_num_batched_tokens=48)
+    prompts = [tokens(seed, length) for seed, length in enumerate((5, 100, 17, 64))]
+    for asked, made in zip(prompts, engine.generate(prompts, greedy(60)), strict=True):
+        check_answer(network_of(saved_model(family)), asked, made.token_ids)
+    again = [*prompts[1], *tokens(9, 20)]  # a short prompt behind a hit is a replay, too
+    check_answer(network_of(saved_model(family)), again, ask(engine, again, 4).token_ids)
+    assert engine.loop.runner.times.num_replays > 60
+    assert engine.stats()["hbm"]["window_slots"] < engine.stats()["hbm"]["blocks"]
+    engine.check_integrity()
 
 
 def test_choices_of_one_prompt(open_with):
@@ -334,8 +347,8 @@ def test_a_replay_is_compared_with_as_many_rows_as_it_has(caplog):
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(2, 16), (40, 3), (9, 256)])
 def test_capturing_leaves_the_pool_as_it_was_whatever_its_size(name, num_blocks, block_size):
     network = intercept(make_model(name), 100)
-    caches = network.new_caches(num_blocks, block_size)
-    config = SchedulerConfig(100, block_size, max_num_seqs=40)
+    config = SchedulerConfig(100, block_size, max_num_seqs=40, num_window_slots=2 * bool(network.spec.windows))
+    caches = network.new_caches(num_blocks, block_size, config.num_window_slots)
     assert capture_graphs(network, caches, config, Spoiling()) is not None
     assert all((cache == 0).all() for layer in caches for cache in layer)
 
