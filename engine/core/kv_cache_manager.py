@@ -246,17 +246,15 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release the request's blocks; full ones stay cached until they are allocated again."""
-        if self.windows is not None:
-            self.windows.release(request.block_numbers[request.first_window :], is_checkpoint=True)
         self.pool.release(request.block_numbers)
         if self.windows is not None:
+            self.windows.release(request.block_numbers[request.first_window :], is_checkpoint=True)
             self._keep_windows(request, self.windows)
         if self.states is not None and request.state is not None:
             self.states.end(request.state)
             request.state = None
         request.block_numbers = []
-        request.num_computed_tokens = 0
-        request.num_hashed_blocks = request.first_window = 0
+        request.num_computed_tokens = request.num_hashed_blocks = request.first_window = 0
 
     def _keep_windows(self, request: Request, windows: WindowSlots) -> None:
         """Of the window slots that it leaves drop those of blocks that cannot be found. One of a block that it has
@@ -366,16 +364,9 @@ class RequestBlocks:
         self.manager.pool.touch(hits, found.conversation)
         if not request.num_preemptions:
             num_known, num_begun = max(len(known), found.num_known_blocks), len(hits) + len(found.tiers)
-            request.fork = max(num_known, self._halfway(request, num_begun) if num_begun >= num_known else 0)
+            halfway = request.halfway(num_begun, self._long) if self.manager.keeps_checkpoints else 0
+            request.fork = max(num_known, halfway) if num_begun >= num_known else num_known
         request.cached.note_arrival(["hbm"] * len(hits) + list(found.tiers))
-
-    def _halfway(self, request: Request, num_begun: int) -> int:
-        """Half of what a prompt of a model with checkpoints computes behind so many of its blocks, and behind its
-        system prompt; 0 unless computing the other half takes a step or more, and more KV than a checkpoint has bytes.
-        """
-        first = max([num_begun, *(start // self.manager.block_size for start in request.turn_starts[:1])])
-        half = (len(request.chain) - first) // 2
-        return first + half if self.manager.keeps_checkpoints and half > self._long else 0
 
     def free(self, request: Request) -> None:
         """Release the request's blocks, and cancel what it would have loaded."""

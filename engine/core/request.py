@@ -226,6 +226,14 @@ class Request:
         """The tokens that the request computes in a step, as the store is told."""
         return StepSpan(self.request_id, first_token, num_tokens, *self.take_news())
 
+    def halfway(self, num_begun: int, least: int) -> int:
+        """Half of the blocks of its prompt behind so many, and behind its system prompt; 0 if a half has not more than
+        `least`.
+        """
+        first = max([num_begun, *(start // self.block_size for start in self.turn_starts[:1])])
+        half = (len(self.chain) - first) // 2
+        return first + half if half > least else 0
+
     def give_up_splice(self) -> None:
         """Reused KV is missing: compute the same tokens under their exact chain, shared by all choices."""
         self.lineage = self.lineage.exact

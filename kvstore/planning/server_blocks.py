@@ -143,8 +143,8 @@ class ServerBlocks:
             return None
         if num_loads:
             first = job.num_hit - num_loads
-            row = None if self._window_blocks else 0
-            store.load(name, job.blocks[first : first + num_loads], first * size, num_loads * size, row)
+            rows = job.blocks[first : first + num_loads] if self._window_blocks else [0]
+            store.load(name, job.blocks[first : first + num_loads], first * size, num_loads * size, rows)
         plan = store.plan([StepSpan(name, job.num_hit * size, 0)])
         if plan is None:
             return None
