@@ -1,7 +1,8 @@
 """How fast is the engine beside transformers, and what does its scheduler cost? One process, alternating, medians.
 
 Model M: a random Llama of about 110 million parameters in bf16, made at the start and removed at the end. With
---shape qwen3.5-0.8b: a model with states, in the sizes of Qwen 3.5 0.8B.
+--shape qwen3.5-0.8b: a model with states, in the sizes of Qwen 3.5 0.8B. With --beams: a beam search, of the built-in
+model.
 """
 
 import argparse
@@ -64,10 +65,12 @@ class Ours:
     vocab_size: int
     salts: Any = field(default_factory=itertools.count)
 
-    def generate_s(self, prompts: list[list[int]], num_tokens: int, salt: str | None = None) -> float:
+    def generate_s(self, prompts: list[list[int]], num_tokens: int, salt: str | None = None, beams: int = 0) -> float:
         from kvstore import SamplingParams
 
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, ignore_eos=True, use_beam_search=beams > 0, beam_width=beams or None
+        )
         start_s = time.perf_counter()
         outputs = self.engine.generate(prompts, params, cache_salt=salt or f"bench-{next(self.salts)}")
         elapsed_s = time.perf_counter() - start_s
@@ -95,7 +98,7 @@ class Peer:
             int(logits[0, -1].argmax())
             return time.perf_counter() - start_s
 
-    def generate_s(self, prompts: list[list[int]], num_tokens: int) -> float:
+    def generate_s(self, prompts: list[list[int]], num_tokens: int, beams: int = 1) -> float:
         import torch
 
         ids = torch.tensor(prompts)
@@ -104,6 +107,7 @@ class Peer:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
+            num_beams=beams,
             min_new_tokens=num_tokens,
             max_new_tokens=num_tokens,
         )
@@ -145,6 +149,17 @@ def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: in
     }
     times = alternate(measures, repeats)
     compare(report, f"decode, batch {batch}", batch * num_tokens, times, asked.decode[batch])
+
+
+def bench_beams(ours: Ours, peer: Peer, report: Report, repeats: int, beams: int) -> None:
+    """As `bench_decode`: tokens of the answer, not of all beams."""
+    prompts = random_prompts(1, PROMPT_TOKENS, ours.vocab_size, seed=5)
+    sides = {
+        "ours": lambda count: ours.generate_s(prompts, count, beams=beams),
+        "transformers": lambda count: peer.generate_s(prompts, count, beams),
+    }
+    measures = {name: lambda side=side: side(1 + DECODE_TOKENS) - side(1) for name, side in sides.items()}
+    compare(report, f"decode, {beams} beams", DECODE_TOKENS, alternate(measures, repeats), 1.0)
 
 
 def bench_step(ours: Ours, report: Report, repeats: int) -> None:
@@ -194,6 +209,13 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
     from kvstore import CacheTiers, Engine
 
     repeats = 2 if parsed.quick else parsed.repeats
+    if parsed.beams:
+        from kvstore.engine.builtin import MODEL_DIR
+
+        peer = load_peer(MODEL_DIR)
+        with Engine(cache_tiers=CacheTiers(hbm="64MiB"), device="cpu", dtype="bfloat16") as engine:
+            bench_beams(Ours(engine, engine.facts.vocab_size), peer, report, repeats, parsed.beams)
+        return
     asked = SHAPES[parsed.shape]
     if parsed.layers:
         asked = replace(asked, shape=asked.shape.with_layers(parsed.layers))
@@ -218,6 +240,7 @@ def main() -> int:
     parser = arguments("throughput", __doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each kind (default: 7)")
     parser.add_argument("--profile", action="store_true", help="print where decode steps spend their time instead")
+    parser.add_argument("--beams", type=int, help="so many, of the built-in model, instead")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="m", help="the model's (default: m)")
     parser.add_argument("--layers", type=int, help="so many of them, and as large a part of the vocabulary: in a hurry")
     return run(body, parser.parse_args(), "Engine beside transformers, random weights, bf16, CPU; medians")
