@@ -1,6 +1,6 @@
 """How fast is each step of a block's way between tiers, beside a plain operation of the same size and state?
 
-CPU -> HBM and HBM -> CPU beside memcpy; disk -> CPU and CPU -> disk beside a plain file; codecs; lookups. Blocks have
+CPU -> HBM and HBM -> CPU beside memcpy; disk -> CPU and CPU -> disk beside a plain file; lookups. Blocks have
 the shape of Qwen 2.5 0.5B in bf16. One process, alternating, medians. With --part bytes: what conversations take;
 states: what bfloat16 changes in them.
 """
@@ -29,7 +29,6 @@ from bench.common import Report, alternate, arguments, drop_from_page_cache, med
 from bench.sizes import bench_bytes, bench_states, bench_windows
 from kvstore.blocks.ids import BlockId, extend_chain, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.disk import codec
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.index import DiskIndex
@@ -309,60 +308,6 @@ def write_plain(file: Path, parts: Sequence[memoryview], sync_each: int) -> None
         os.close(fd)
 
 
-# -- codecs ----------------------------------------------------------------------------------------------------------
-def bench_codecs(report: Report, repeats: int) -> None:
-    """In memory, with one thread: how much a block shrinks, and how fast. Also the checks of decoding."""
-    record = records_of(1, seed=1)[0]
-    for what, itemsize, blocks in payloads():
-        for name, chosen in codec.CODECS.items():
-            values = [codec.encode(record, block, chosen, itemsize) for block in blocks]
-            into = memoryview(bytearray(len(blocks[0])))
-
-            def encode(blocks: list[bytes] = blocks, chosen: codec.Codec = chosen, itemsize: int = itemsize) -> float:
-                return timed(lambda: [codec.encode(record, block, chosen, itemsize) for block in blocks])
-
-            def decode(values: list[memoryview] = values, into: memoryview = into) -> float:
-                return timed(lambda: [codec.decode_into(value, record, into) for value in values])
-
-            times = alternate({"encode": encode, "decode": decode}, repeats)
-            raw_bytes = len(blocks) * len(blocks[0])
-            report.add(
-                measure=f"codec {name}",
-                state=what,
-                stored=sum(len(value) for value in values) / raw_bytes,
-                encode_gb_s=raw_bytes / median(times["encode"]) / 1e9,
-                decode_gb_s=raw_bytes / median(times["decode"]) / 1e9,
-                repeats=repeats,
-            )
-
-
-def payloads() -> Iterator[tuple[str, int, list[bytes]]]:
-    """For each kind of blocks: name, bytes of an element, blocks."""
-    size = layout().block_bytes
-    values = torch.randn(32, size // 2).bfloat16()
-    yield "random bf16", 2, [row.view(torch.uint8).numpy().tobytes() for row in values]
-    for dtype in (torch.bfloat16, torch.float32):
-        blocks = builtin_blocks(dtype)
-        yield f"KV of the built-in model, {str(dtype).removeprefix('torch.')}", dtype.itemsize, blocks
-
-
-def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
-    """Blocks of raw keys and values that the built-in model computes for a held-out conversation."""
-    from bench.builtin_model.batches import Encoder
-    from bench.builtin_model.evaluate import held_out_conversations
-    from kvstore import CacheTiers, Engine, SamplingParams
-
-    name = str(dtype).removeprefix("torch.")
-    with Engine(cache_tiers=CacheTiers(hbm="64MiB", cpu="64MiB"), device="cpu", dtype=name) as engine:
-        encoder = Encoder(engine.tokenizer)
-        ids, _ = encoder.conversation(held_out_conversations(encoder, 7, 1, 900)[0])
-        engine.generate([ids], SamplingParams(max_tokens=1))
-        engine.check_integrity()  # waits until everything is saved
-        connector: Any = engine.connector  # a benchmark may look inside
-        arena_blocks = connector.parts.cpu.pool.cached_blocks()
-        return [bytes(connector.parts.arena.view(arena_block)) for arena_block in arena_blocks]
-
-
 # -- lookups ---------------------------------------------------------------------------------------------------------
 def bench_index(report: Report, num_blocks: int, folder: Path) -> None:
     """Lookups in LMDB itself, and loading of the policy index. Values are small, because only the index counts."""
@@ -432,7 +377,6 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
         bench.save()
         bench.read()
         bench.write()
-        bench_codecs(report, repeats)
         bench_index(report, num_small, Path(name))
 
 

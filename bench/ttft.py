@@ -10,8 +10,8 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -116,26 +116,28 @@ class Person:
 
 @dataclass(slots=True)
 class Bench:
-    """Makes engines of one model, and measures them."""
+    """Makes engines of one model, and measures them. model: None for the built-in one."""
 
-    model: str
+    model: str | None
     dtype: str
     store: Path
     plan: Plan
     report: Report
+    window: int | None = WINDOW
+    codec: str = "raw"
+    how: str | None = None  # the page cache was emptied
 
     def person(self, tiers: dict[str, object], load: str = "always") -> Person:
         from kvstore import Engine
 
         say(f"loading the model (tiers: {', '.join(tiers)}; load={load})")
-        window = WINDOW if self.dtype != "auto" else None
-        engine = Engine(self.model, tiers, device="cpu", dtype=self.dtype, max_model_len=window, load=load)
+        engine = Engine(self.model, tiers, device="cpu", dtype=self.dtype, max_model_len=self.window, load=load)
         history = random_prompts(1, self.plan.history_tokens, engine.facts.vocab_size, seed=1)[0]
         return Person(engine, history, self.plan.new_tokens, random.Random(time.monotonic_ns()))
 
     @property
     def tiers(self) -> dict[str, object]:
-        return {"hbm": "512MiB", "cpu": "1GiB", "disk": "4GiB", "path": self.store}
+        return {"hbm": "512MiB", "cpu": "1GiB", "disk": "4GiB", "path": self.store, "codec": self.codec}
 
     # -- TTFT --------------------------------------------------------------------------------------------------------
     def ttft(self, tiered: Person, plain: Person, auto: Person) -> float:
@@ -177,27 +179,36 @@ class Bench:
         person.keep()
         found: dict[str, list[float]] = {"warm": [], "cold": []}
         hbm: dict[str, list[float]] = {"warm": [], "cold": []}
-        how: str | None = None
-        data = self.store / "blocks" / DATA_FILE
+        person.engine.close()
         for state in ["warm", "cold"] * self.plan.restarts:
-            person.engine.close()
-            if state == "cold":
-                how = drop_from_page_cache(data, MOST_COLD_BYTES)
-            person = self.person(self.tiers)
-            with person.engine:
-                self._warm_up(person)
-                if state == "cold":
-                    if how is None:
-                        continue
-                    drop_from_page_cache(data, MOST_COLD_BYTES)  # drops what opening and saving have read ahead
-                found[state].append(person.turn_s("disk"))
-                hbm[state].append(median([person.hit_s("hbm") for _ in range(3)]))
+            with self.restarted(state == "cold") as again:
+                if again is not None:
+                    found[state].append(again.turn_s("disk"))
+                    hbm[state].append(median([again.hit_s("hbm") for _ in range(3)]))
         name = "disk hit after a restart, page cache"
         self.row(f"{name} warm", found["warm"], median(hbm["warm"]), recompute_s, GOALS["disk"])
         if found["cold"]:
-            self.row(f"{name} cold ({how})", found["cold"], median(hbm["cold"]), recompute_s)
+            self.row(f"{name} cold ({self.how})", found["cold"], median(hbm["cold"]), recompute_s)
         else:
             self.report.add(measure=f"{name} cold: this machine drops no caches")
+
+    @contextmanager
+    def restarted(self, is_cold: bool) -> Iterator[Person | None]:
+        """The person at a new engine on the store, which no other has open, with its page cache as asked; None if this
+        machine drops no caches.
+        """
+        data = self.store / "blocks" / DATA_FILE
+        if is_cold:
+            self.how = drop_from_page_cache(data, MOST_COLD_BYTES)
+            if self.how is None:
+                yield None
+                return
+        person = self.person(self.tiers)
+        with person.engine:
+            self._warm_up(person)
+            if is_cold:
+                drop_from_page_cache(data, MOST_COLD_BYTES)  # drops what opening and saving have read ahead
+            yield person
 
     def _warm_up(self, person: Person) -> None:
         """Turns of the same size by another person. Their KV is on disk before anything is measured."""
@@ -293,12 +304,12 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
         plan = Plan(min(parsed.history, 512), parsed.new, min(parsed.repeats, 3), 1, num_prefills=1)
     with ExitStack() as stack:
         store = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-bench-", dir=parsed.dir)))
-        model, dtype = parsed.model, "auto"
+        model, dtype, window = parsed.model, "auto", None
         if model is None:
             folder, num_parameters = stack.enter_context(made(shape))
-            model, dtype = str(folder), "bfloat16"
+            model, dtype, window = str(folder), "bfloat16", WINDOW
             say(f"random model of {num_parameters / 1e6:.0f} million parameters, bf16")
-        bench = Bench(model, dtype, store / "store", plan, report)
+        bench = Bench(model, dtype, store / "store", plan, report, window)
         plain = bench.person({"hbm": "512MiB"})
         stack.callback(plain.engine.close)
         tiered = bench.person(bench.tiers)
