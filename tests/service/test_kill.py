@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
@@ -115,10 +116,17 @@ def test_a_server_that_is_killed_while_it_forgets_has_the_old_transcript_or_the_
             outcomes.add(text in said)
             assert said[-2] == "Another one." and len(said) == (4 if text in said else 2)
             assert chat(server, "And now?", session_id, **GREEDY)["turn"] == (3 if text in said else 4)
-            assert server.admin("GET", "/admin/stats").json()["sessions"]["pending_deletions"] == 0
+            wait_until(partial(has_forgotten, server), "the deletion is carried out")
             assert server.request("DELETE", f"/sessions/{session_id}").status == 200
+        wait_until(lambda: read_lock_info(store) is None, "the end of its last thread, which holds the locks")
         verify(store)
     assert False in outcomes
+
+
+def has_forgotten(server: ServerProcess) -> bool:
+    """A list begins the next round of deletions, when it is time for one."""
+    assert server.get("/sessions").status == 200
+    return server.admin("GET", "/admin/stats").json()["sessions"]["pending_deletions"] == 0
 
 
 def suppressed(server: ServerProcess, path: str, body: dict) -> None:

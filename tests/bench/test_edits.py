@@ -1,0 +1,38 @@
+"""The benchmark of edits runs, and its arms do what they say."""
+
+import json
+
+from bench import edits
+from bench.truncation import Memory
+from kvstore.engine.model.loading import load
+from kvstore.engine.model.probe import intercept
+
+
+def test_it_runs_and_reports_each_arm(tmp_path):
+    file = tmp_path / "found.json"
+    assert edits.main(["--quick", "--threads", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["results"]
+    times = [row for row in rows if "ms" in row]
+    assert [row["edit"] for row in times] == ["removed"] * 3 + ["replaced"] * 3
+    asked = [row for row in rows if row["measure"] == "acts on the old value"]
+    assert [row["edit"] for row in asked] == ["removed", "replaced"]
+    assert all(set(edits.ARMS) <= set(row) for row in asked)
+
+
+def test_what_is_kept_is_what_was_read_and_all_else_is_computed():
+    loaded = load(None, "cpu", "float32", None)
+    whole = Memory(intercept(loaded.model, loaded.max_model_len, pack=True))
+    whole.read([*range(5, 65)])
+    computed = edits.edited(whole, (20, 30), [7, 8], edits.RECOMPUTED)
+    assert computed.token_ids == [*range(5, 25), 7, 8, *range(35, 65)]
+    same = edits.edited(whole, (20, 20), [], "re-encoded 4")
+    for layer, was in zip(same.layers, whole.layers, strict=True):
+        assert all(one.allclose(other, atol=1e-3) for one, other in zip(layer, was, strict=True))
+    for arm, first in (("re-encoded 0", 22), ("re-encoded 4", 26)):
+        made = edits.edited(whole, (20, 30), [7, 8], arm)
+        assert made.token_ids == computed.token_ids and made.positions.tolist() == [*range(52)]
+        (key, value), (new_key, _), (old_key, old_value) = made.layers[-1], computed.layers[-1], whole.layers[-1]
+        assert key[:first].allclose(new_key[:first], atol=1e-3)
+        assert key[first:].equal(old_key[first + 8 :]) and value[first:].equal(old_value[first + 8 :])
+        cache = made.caches[0][0].view(-1, *key.shape[1:])[:52]
+        assert cache.allclose(computed.caches[0][0].view(-1, *key.shape[1:])[:52], atol=1e-3)  # the first layer's keys
