@@ -246,6 +246,9 @@ async def test_a_session_talks_forks_and_is_resumed(model, engine, tmp_path):
         with pytest.raises(SessionNotFoundError):
             await stored.prefetch("c")
         assert (await again.keep_last(1)).messages == ()
+        edits = [{"type": "remove", "index": 1}, {"type": "remove", "index": 2}]
+        assert (await again.edit(edits, "forget", expected_turn=3)).turn == 4
+        assert again.messages == [chat.messages[0], *chat.messages[3:]]
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
