@@ -35,7 +35,7 @@ def compiled() -> tuple[Callable[..., int], Callable[..., int]] | None:
 
 def encode(raw: Uint8) -> Uint8 | None:
     """The elements of `raw`, contiguous bytes; None if they do not get smaller, or are no whole elements."""
-    if len(raw) % 2:
+    if len(raw) == 0 or len(raw) % 2:
         return None
     if (functions := compiled()) is None:
         stored = encode_in_numpy(raw)

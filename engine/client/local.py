@@ -112,6 +112,8 @@ def open_model(
         limits = replace(limits, num_window_slots=num_slots)
     elif num_slots:  # half of them for checkpoints
         most = min(limits.max_num_seqs, num_slots // 2)
+        if most < limits.max_num_seqs:
+            LOGGER.info("HBM has room for %d states, so %d requests run at once", num_slots, most)
         limits = replace(limits, max_num_seqs=most, num_state_slots=num_slots)
     num_checkpoint_blocks = model.layout(limits.block_size).checkpoint_blocks
     limits = replace(limits, checkpoint_tokens=num_checkpoint_blocks * limits.block_size)

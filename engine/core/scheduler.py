@@ -81,7 +81,6 @@ class Roster:
         if not search.is_complete:
             for beam in search.found:
                 if beam.request_id in self.requests:
-                    self.num_preemptions += 1
                     beam.num_preemptions += 1
                     self.remove(beam)
             return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import time
 import warnings
 from bisect import bisect_right
@@ -77,8 +78,11 @@ def num_hbm_blocks(
     if state_bytes:
         num_slots = min(int(size_bytes * config.state_share) // state_bytes, STATES_A_REQUEST * config.max_num_seqs)
         if num_slots < 2:
-            needed = f"but a state of this model needs {format_size(state_bytes)}, and four of them must fit"
-            raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
+            least = format_size(math.ceil(2 * state_bytes / config.state_share))
+            needed = f"but two states of this model need {format_size(2 * state_bytes)}, {config.state_share:g} of it"
+            raise ConfigError(
+                "hbm", f"{format_size(size_bytes)}, {needed} at most", f"give {least}, or more state_share"
+            )
     room_bytes, block_bytes = size_bytes - num_slots * state_bytes, _pool_bytes(model, config, 1)
     bytes_of = partial(_pool_bytes, model, config)
     count = bisect_right(range(1, max(room_bytes, 0) // _bytes_of(model, config)[0] + 1), room_bytes, key=bytes_of)

@@ -224,10 +224,10 @@ class BlocksFile:
         """
         return self.used_bytes + incoming_bytes - int(WATERMARK * self._usable_bytes)
 
-    def compact(self, change: Change | None = None) -> CompactReport:
+    def compact(self, change: Change | None = None, grows: bool = False) -> CompactReport:
         """Rewrite the file without free pages; reads go on until the swap. Raises StoreError, then nothing changed.
 
-        change: of `LiveTables.compact`; the file may become larger by it.
+        change: of `LiveTables.compact`. grows: the file becomes larger by it.
         """
         started = time.perf_counter()
         with self.write_lock:
@@ -236,8 +236,11 @@ class BlocksFile:
                     if tables is None:
                         raise StoreError(f"{self.path} is closed or damaged, and cannot be compacted")
                     before_bytes = tables.env.file_bytes()
-                    self._check_room(1 if change is None else 2)
+                    self._check_room(2 if grows else 1)
                 self._live.compact(tables.env, tables.databases, change)
+            except lmdb.MapFullError:
+                said = f"{self.path} would take more than its {format_size(self.capacity_bytes)} in this codec"
+                raise StoreError(f"{said}; it is as it was. Give more, or evict first") from None
             except (lmdb.Error, OSError) as error:
                 raise StoreError(f"{self.path} could not be compacted: {error}; it is as it was") from None
         after_bytes = (self.path / DATA_FILE).stat().st_size

@@ -16,6 +16,7 @@ from kvstore.blocks.records import BlockRecord
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.tier import DiskTier
+from kvstore.kernels import exact12
 
 LOGGER = logging.getLogger("kvstore.store")
 TELL_S = 1.0  # how often somebody who waits is told how far it is
@@ -94,6 +95,8 @@ class OpeningDisk:
         if tier.codec == "exact12" and not is_bfloat16:
             LOGGER.warning("codec is exact12, which is for bfloat16; this model's KV is not, and is stored raw")
             tier.codec = "raw"
+        elif tier.codec == "exact12" and exact12.compiled() is None:
+            LOGGER.warning("codec is exact12, which is slower than split-zstd here: there is no C compiler")
         return self._opened
 
     def close(self) -> None:

@@ -270,7 +270,7 @@ class DiskTier:
         if codec_name is None:
             return self.file.compact()
         page_bytes = self.file.look_up(lambda txn, tables: tables.page_bytes, 0)
-        return self.file.compact(partial(_recode, codec.CODECS[codec_name], page_bytes))
+        return self.file.compact(partial(_recode, codec.CODECS[codec_name], page_bytes), grows=codec_name == "raw")
 
     def stats(self) -> dict[str, object]:
         """blocks and bytes as of the last transaction; file_bytes: what the file system sees; rates in bytes/s."""

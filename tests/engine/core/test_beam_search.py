@@ -131,18 +131,26 @@ def test_what_the_beams_leave_in_the_tiers_is_right_and_the_next_turn_adds_what_
         settle(engine)
 
 
+def num_given_up(engine: Engine) -> int:
+    """How often a beam that is computed has lost its place or its blocks, or what it was forked from."""
+    searches = engine.loop.scheduler.roster.searches.values()
+    return max((beam.num_preemptions for search in searches for beam in search.beams), default=0)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3_5Text"])
 def test_beams_that_are_preempted_change_nothing(family, saved_model, tmp_path):
     engine = opened(saved_model(family), tmp_path, max_num_seqs=4, max_num_batched_tokens=48)
     with by_hand(engine):
         alone = found(engine.generate([PROMPT], ENDING, cache_salt="alone")[0])
         handle = engine.submit(PROMPT, ENDING)
+        most = 0
         for number in range(4):
             for _ in range(3):
                 engine.step()
+                most = max(most, num_given_up(engine))
             engine.submit(tokens(20 + number, 30), greedy(2), tenant="another")  # takes a beam's place
         run(engine)
-        assert engine.loop.scheduler.roster.num_preemptions > 4
+        assert most > 0
         assert found(handle.output) == alone
         settle(engine)
 
@@ -178,9 +186,12 @@ def test_searches_that_want_more_places_and_blocks_than_there_are_all_end(saved_
     small = open_engine(model, hbm=9 * block_bytes, dtype="float32", max_num_seqs=5, max_model_len=64)
     with by_hand(small):
         handles = [small.submit(prompt, SEARCH, tenant=f"tenant {i % 2}") for i, prompt in enumerate(prompts)]
-        run(small)
+        most = 0
+        while small.loop.has_work:
+            small.step()
+            most = max(most, num_given_up(small))
         assert [found(handle.output) for handle in handles] == alone
-        assert small.loop.scheduler.roster.num_preemptions > 0
+        assert most > 0
         assert small.loop.pool.num_free == small.loop.pool.num_blocks
         small.check_integrity()
 
