@@ -62,7 +62,9 @@ export class Conversation {
 
   // A stored turn: what was said to the model, its answer, what it cost.
   elementsOf(stored) {
-    if (!stored.messages.length) return [el("li", {}, dividerOf(stored.truncated_tokens))]; // only a truncation
+    if (!stored.messages.length) { // only a truncation; or an edit, or what one has removed
+      return stored.truncated_tokens ? [el("li", {}, dividerOf(stored.truncated_tokens))] : [];
+    }
     const exchanges = exchangesOf(stored.messages);
     const last = exchanges.pop();
     const turn = new Turn(last.asked);
@@ -79,7 +81,7 @@ export class Conversation {
     if (text !== null) {
       tools.unshift(button({ ...again, onclick: () => this.again(this, stored, text) }, icon("again"), "Regenerate"));
     }
-    turn.finish(stored.messages.at(-1), stored, ...tools);
+    turn.finish(exchangesOf(stored.messages).at(-1).answer ?? { content: "" }, stored, ...tools);
   }
 
   // Which versions there are, and the buttons of questions.
@@ -241,12 +243,17 @@ export function beforeTurn(conversation, stored) {
   };
 }
 
-// A session with all of its turns; the service gives them in pages.
+// A session with all of its turns, and of their messages those that edits have left; the service gives them in pages.
 async function wholeSession(id) {
   const session = await getJson(`/sessions/${id}?limit=${TURNS_PAGE}`);
   for (let page = session; page.has_more && page.turns_data.length; ) {
     page = await getJson(`/sessions/${id}?limit=${TURNS_PAGE}&turns_after=${page.turns_data.at(-1).turn}`);
     session.turns_data.push(...page.turns_data);
+    session.messages.push(...page.messages);
+  }
+  for (const turn of session.turns_data) {
+    const left = session.messages.filter(({ id }) => parseInt(id) === turn.turn);
+    turn.messages = left.map(({ id, ...message }) => message);
   }
   return session;
 }

@@ -7,14 +7,15 @@ Another tenant's session gets the same answer as one that does not exist.
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
+from msgspec.structs import replace
 
-from kvstore.engine.sessions.edits import Directives, EditResult, message_id
+from kvstore.engine.sessions.edits import Directives, EditResult, Place, message_id
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of
 from kvstore.engine.turns import Hold, held
@@ -25,7 +26,7 @@ from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, ti
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import MessageOut, message_out
 from kvstore.service.http.errors import Route, bad_request, json_response
-from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
+from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord, transcript
 
 T = TypeVar("T")
 
@@ -126,17 +127,15 @@ class SessionList(msgspec.Struct):
 
 
 class EditOut(msgspec.Struct):
-    """id: of the message, its turn and its place among what that turn added, from 0: "3.0". message: what stands there
-    instead; null: nothing.
-    """
+    """id: of the message. message: what stands there instead; null: nothing."""
 
     id: str
     message: MessageOut | None
 
 
 class TurnOut(msgspec.Struct):
-    """messages: what the turn added; none for a truncation by request and for an edit. edits: what that one changed,
-    unless it was to be forgotten.
+    """messages: what the turn added, as it was said; none for a truncation by request and for an edit. edits: what that
+    one changed, unless it was to be forgotten.
     """
 
     turn: int
@@ -150,7 +149,9 @@ class TurnOut(msgspec.Struct):
 
 
 class SessionOut(SessionInfo):
-    """system: its system prompt. messages, turns_data: of this page of turns; has_more: whether another follows."""
+    """system: its system prompt. messages: what is left of this page of turns, after all edits; turns_data: the turns.
+    has_more: whether another page follows.
+    """
 
     system: MessageOut | None
     messages: list[MessageOut]
@@ -221,14 +222,15 @@ def _info(context: Context, head: SessionHead) -> SessionInfo:
 def turn_out(session_id: str, record: TurnRecord) -> TurnOut:
     result = turns.result_of(session_id, record)
     return TurnOut(
-        record.number, messages_out(record.messages[len(record.system) :]), result.finish_reason,
+        record.number, messages_out(transcript([replace(record, edits=())])), result.finish_reason,
         usage_object(result.usage), timings_object(result.timings), result.truncated_tokens, int(result.created_s),
         [EditOut(message_id(one.place), message_out(one.message) if one.message else None) for one in record.edits],
     )  # fmt: skip
 
 
-def messages_out(messages: Sequence[Message]) -> list[MessageOut]:
-    return list(map(message_out, messages))
+def messages_out(said: Mapping[Place, Message]) -> list[MessageOut]:
+    """Without the system prompt."""
+    return [message_out(one, message_id(place)) for place, one in said.items() if one["role"] != "system"]
 
 
 def key_of(request: web.Request) -> SessionKey:
@@ -271,31 +273,37 @@ async def show(request: web.Request) -> web.Response:
     after = whole_number(request, "turns_after", 0, 0, 2**31)
     limit = whole_number(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
     try:
-        head, records = await context.engine.call(_read, context, key, after, limit)
+        head, records, said = await context.engine.call(_read, context, key, after, limit)
     except SessionNotFoundError:
         if not context.is_begun(key):
             raise
-        head, records = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), []
-    return json_response(_shown(_info(context, head), head, records))
+        head, records, said = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), [], {}
+    return json_response(_shown(_info(context, head), head, records, said))
 
 
-def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[SessionHead, Sequence[TurnRecord]]:
+def _read(
+    context: Context, key: SessionKey, after: int, limit: int
+) -> tuple[SessionHead, Sequence[TurnRecord], dict[Place, Message]]:
+    """A page of turns, and what is left of their messages: later turns may be edits of these."""
     engine = context.engine.engine
     head = turns.find_session(engine, key)
     records = engine.sessions.turns(key, after, min(limit, head.num_turns - after))
     if records is None:
         raise turns.unknown_session(key.session_id)  # deleted meanwhile
-    return head, records
+    later = (engine.sessions.turns(key, first, limit) for first in range(after + limit, head.num_turns, limit))
+    edits = [record for page in later for record in page or () if record.edits]
+    said, last = transcript([*records, *edits]), after + len(records)
+    return head, records, {place: message for place, message in said.items() if after < place[0] <= last}
 
 
-def _shown(info: SessionInfo, head: SessionHead, records: Sequence[TurnRecord]) -> SessionOut:
-    system = messages_out(head.system)
-    shown = [turn_out(head.key.session_id, record) for record in records]
+def _shown(
+    info: SessionInfo, head: SessionHead, records: Sequence[TurnRecord], said: Mapping[Place, Message]
+) -> SessionOut:
     return SessionOut(
         **msgspec.structs.asdict(info),
-        system=system[0] if system else None,
-        messages=[message for turn in shown for message in turn.messages],
-        turns_data=shown,
+        system=message_out(head.system[0]) if head.system else None,
+        messages=messages_out(said),
+        turns_data=[turn_out(head.key.session_id, record) for record in records],
         has_more=bool(records) and records[-1].number < head.num_turns,
     )
 

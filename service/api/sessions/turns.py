@@ -326,13 +326,14 @@ class ChatBody(schema.Talking, kw_only=True):
 
 
 class MessageOut(msgspec.Struct, omit_defaults=True):
-    """tool_calls, reasoning_content: of an answer; tool_call_id: of a tool's result."""
+    """tool_calls, reasoning_content: of an answer; tool_call_id: of a tool's result. id: as edits name it."""
 
     role: str
     content: str
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    id: str | None = None
 
 
 class ChatAnswer(msgspec.Struct):
@@ -405,9 +406,9 @@ class ChatDialect(Dialect[TurnResult]):
         }  # fmt: skip
 
 
-def message_out(message: Message) -> MessageOut:
-    beside = (message.get(name) for name in ("tool_calls", "tool_call_id", "reasoning_content"))
-    return MessageOut(message["role"], message["content"], *beside)
+def message_out(message: Message, id: str | None = None) -> MessageOut:
+    beside = {name: message.get(name) for name in ("tool_calls", "tool_call_id", "reasoning_content")}
+    return MessageOut(message["role"], message["content"], **beside, id=id)
 
 
 def delta_of(event: AnswerEvent) -> dict[str, Any] | None:

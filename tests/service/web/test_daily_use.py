@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.service.browser import PHONE, Tabs
 from tests.support.service.serving import Serving, serving
-from tests.support.service.talking import chat
+from tests.support.service.talking import chat, without_ids
 
 SAID = ".question .text"
 
@@ -119,7 +119,7 @@ def test_a_turn_with_a_history_is_given_again_with_it(server: Serving, tabs: Tab
     wait_for_another(page, session_id)
     assert page.locator(SAID).all_inner_texts() == history[::2]
     again = server.get(f"/sessions/{id_of(page)}").json()
-    assert again["messages"][:3] == messages and again["personal"] is True
+    assert without_ids(again["messages"][:3]) == messages and again["personal"] is True
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -182,6 +182,26 @@ def test_a_conversation_is_renamed_and_found_by_its_title(server: Serving, page:
     assert rows.count() > 0
 
 
+def test_an_edited_conversation_is_shown_and_exported_as_it_is_now(server: Serving, tabs: Tabs, tmp_path: Path) -> None:
+    session_id = chat(server, "My dog is Rex.")["session_id"]
+    for text in ("My cat is Mia.", "I like tea.", "And milk."):
+        chat(server, text, session_id)
+    edits = [{"type": "remove", "index": index} for index in (0, 1, 3, 4)]
+    edits.append({"type": "replace", "index": 6, "content": "And coffee."})
+    assert server.post(f"/sessions/{session_id}/edit", {"edits": edits}).status == 200
+    page = tabs.open(f"{server.url}/#{session_id}")
+    page.locator(SAID, has_text="And coffee.").wait_for()
+    assert page.locator(SAID).all_inner_texts() == ["My cat is Mia.", "And coffee."]
+    assert page.locator(".divider").count() == 0
+    stored = without_ids(server.get(f"/sessions/{session_id}").json()["messages"])
+    shown = page.locator(".answer .text").all_inner_texts()
+    assert [bool(text.strip()) for text in shown] == [False, True, True]  # the first question has lost its answer
+    with page.expect_download() as download:
+        choose(page, "export")
+    download.value.save_as(tmp_path / "edited.json")
+    assert json.loads((tmp_path / "edited.json").read_text())["messages"] == stored
+
+
 def test_a_conversation_goes_into_a_file_and_comes_back(server: Serving, page: Any, tmp_path: Path) -> None:
     said(page, "My name is Ada.")
     first = id_of(page)
@@ -191,7 +211,8 @@ def test_a_conversation_goes_into_a_file_and_comes_back(server: Serving, page: A
     download.value.save_as(path)
     assert path.name == "My-name-is-Ada-.json"
     content = json.loads(path.read_text())
-    assert content == {"title": "My name is Ada.", "messages": server.get(f"/sessions/{first}").json()["messages"]}
+    stored = without_ids(server.get(f"/sessions/{first}").json()["messages"])
+    assert content == {"title": "My name is Ada.", "messages": stored}
     content["messages"].append({"role": "user", "content": "What is my name?"})
     path.write_text(json.dumps(content))
     page.set_input_files("#import-file", path)

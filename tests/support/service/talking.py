@@ -92,3 +92,8 @@ def chat(server: Serving, message: str, session_id: str | None = None, **body: A
 
 def num_turns(server: Serving, session_id: str) -> int:
     return server.get(f"/sessions/{session_id}").json()["turns"]
+
+
+def without_ids(messages):
+    """What a session shows, as it was said."""
+    return [{name: value for name, value in message.items() if name != "id"} for message in messages]

@@ -10,7 +10,7 @@ from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import crawling, held
 from tests.support.faults import before_each
 from tests.support.service.serving import serving
-from tests.support.service.talking import LONG, Stream, chat, num_turns
+from tests.support.service.talking import LONG, Stream, chat, num_turns, without_ids
 
 TALK = ["Hello there, my name is Anna.", "I like long walks by the sea.", "What is my name?", "And what do I like?"]
 
@@ -87,7 +87,7 @@ def test_a_stored_turn_says_what_its_answer_said(server):
     assert {name: stored[name] for name in ("turn", "finish_reason", "usage", "timings", "truncated_tokens")} == {
         name: answer[name] for name in ("turn", "finish_reason", "usage", "timings", "truncated_tokens")
     }
-    assert stored["messages"] == [{"role": "user", "content": "Hello"}, answer["message"]]
+    assert stored["messages"] == [{"role": "user", "content": "Hello", "id": "1.0"}, {**answer["message"], "id": "1.1"}]
 
 
 # -- whose -----------------------------------------------------------------------------------------------------------
@@ -225,10 +225,11 @@ def test_a_turn_is_taken_back(tiered, reuse):
     assert after["tokens"] < before["tokens"] and (answer["reencoded_tokens"] > 0) == (reuse == "reencode")
     entry = after["turns_data"][-1]
     assert (entry["messages"], entry["finish_reason"]) == ([], "edited")
+    assert after["messages"] == before["messages"][:2] + before["messages"][4:]
     if reuse == "forget":
-        assert after["messages"] == before["messages"][:2] + before["messages"][4:] and entry["edits"] == []
+        assert (after["turns_data"][1]["messages"], entry["edits"]) == ([], [])
     else:
-        assert after["messages"] == before["messages"]
+        assert after["turns_data"][:4] == before["turns_data"]
         assert entry["edits"] == [{"id": "2.0", "message": None}, {"id": "2.1", "message": None}]
     turn = chat(server, "Go on", session_id)
     assert turn["turn"] == 6 and turn["usage"]["prompt_tokens"] > after["tokens"]
@@ -242,6 +243,27 @@ def test_without_a_tier_below_hbm_all_is_computed_and_the_answer_says_so(server)
     assert (answer["reuse"], answer["reencoded_tokens"]) == ("exact", 0)
     miss = chat(server, "Go on", session_id)["usage"]["prompt_tokens_details"]["miss"]
     assert (miss["cause"], miss["message"], miss["role"]) == ("edit", 2, "user")
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_the_messages_of_a_session_are_what_edits_name(server, system):
+    """By their ids, and by their places behind the system prompt, after earlier edits, in pages of any length."""
+    session_id = talk(server, **({} if system is None else {"system": system}))
+    num_before = int(system is not None)
+    for number in range(3):
+        shown = server.get(f"/sessions/{session_id}").json()["messages"]
+        last = shown[-1 - 2 * number]
+        name = {"index": len(shown) - 1 - 2 * number + num_before} if number else {"id": last["id"]}
+        edits = [{"type": "replace", "content": f"New {number}.", **name}]
+        edits += [{"type": "remove", "id": one["id"]} for one in shown[:2]] if number == 1 else []
+        assert server.post(f"/sessions/{session_id}/edit", {"edits": edits}).status == 200
+        left = server.get(f"/sessions/{session_id}").json()["messages"]
+        assert left == [
+            {**one, "content": f"New {number}."} if one == last else one for one in shown[2 * (number == 1) :]
+        ]
+    pages = [server.get(f"/sessions/{session_id}?turns_after={after}&limit=2").json() for after in (0, 2, 4, 6)]
+    assert [message for page in pages for message in page["messages"]] == left
+    assert server.engine.chat(session_id, "alice").messages[num_before:] == without_ids(left)
 
 
 def test_another_text_for_a_message(server):
@@ -353,7 +375,7 @@ def test_a_conversation_from_elsewhere_is_taken_in_and_goes_on(server):
     made = server.post("/sessions", {"messages": HISTORY, "title": "Anna", "personal": True}).json()
     assert (made["title"], made["turns"], made["personal"], made["tokens"]) == ("Anna", 2, True, 0)
     shown = server.get(f"/sessions/{made['id']}").json()
-    assert [shown["system"], *shown["messages"]] == HISTORY
+    assert [shown["system"], *without_ids(shown["messages"])] == HISTORY
     assert [turn["usage"]["prompt_tokens"] for turn in shown["turns_data"]] == [0, 0]
     turn = chat(server, "What is my name?", made["id"])
     whole = server.post("/v1/chat/completions", {
