@@ -295,7 +295,7 @@ def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[Sess
     except SessionNotFoundError:
         raise _unknown(name, "response_id") from None
     record = engine.sessions.turn(key, number)
-    if record is None or not record.messages:
+    if record is None or not turns.has_answer(record):
         raise _unknown(name, "response_id")
     return head, record
 

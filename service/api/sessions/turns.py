@@ -91,8 +91,13 @@ class TurnResult:
     created_s: float
 
 
+def has_answer(turn: TurnRecord) -> bool:
+    """A truncation and an edit have none, nor has a turn whose answer was forgotten."""
+    return bool(turn.messages) and turn.messages[-1]["role"] == "assistant"
+
+
 def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
-    message = turn.messages[-1] if turn.messages else {"role": "assistant", "content": ""}
+    message = turn.messages[-1] if has_answer(turn) else {"role": "assistant", "content": ""}
     return TurnResult(
         session_id, turn.number, message, turn.finish_reason, *usage_of(turn), turn.truncated_tokens, turn.created_s
     )

@@ -68,6 +68,18 @@ def test_input_items_are_the_conversation_up_to_a_response(server, client):
         assert server.get(f"/v1/responses/{name}/input_items").status == 404
 
 
+def test_a_forgotten_answer_is_no_response_any_more(server, client):
+    """Nor is what was asked, which stays, shown as one."""
+    first = client.responses.create(input="My password is tulip.", **MODEL)
+    second = client.responses.create(input="What is a boat?", previous_response_id=first.id, **MODEL)
+    session_id = first.id.split("_")[1]
+    edits = [{"type": "remove", "id": "1.1"}, {"type": "remove", "id": "2.0"}]
+    assert server.post(f"/sessions/{session_id}/edit", {"edits": edits, "reuse": "forget"}).status == 200
+    for path in (first.id, f"{first.id}/input_items"):
+        assert server.get(f"/v1/responses/{path}").status == 404
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+
+
 def test_a_running_response_is_cancelled_and_keeps_what_was_said(server, client):
     with crawling(server.engine):
         stream = Stream(server, "/v1/responses", {"input": "Hello", "max_output_tokens": 900, "ignore_eos": True})
