@@ -76,12 +76,16 @@ def fork(
 ) -> SessionHead:
     """Create a session with the first turns of another. It shares their blocks, but none of their idempotency keys.
 
-    turn: the last of them; None: all. The other session may be damaged, but not these turns.
+    turn: the last of them; None: all. The other session may be damaged, but not these turns. Raises RequestError where
+    they do not end with an answer, as it was forgotten.
     """
     assert source.tenant == new_key.tenant, "a fork of another tenant's session"
     head, turns = _source(view, source, turn)
+    state = replay(head, turns)
+    if turns and state.messages and state.messages[-1]["role"] not in ("assistant", "system"):
+        raise RequestError(f"the answer of turn {len(turns)} was forgotten: a fork cannot end there", param="turn")
     turns = [replace(one, idempotency_key=None) for one in turns]
-    num_turns, num_tokens = len(turns), len(replay(head, turns).token_ids)
+    num_turns, num_tokens = len(turns), len(state.token_ids)
     draft = replace(
         head, key=new_key, created_s=now_s, updated_s=now_s, num_turns=num_turns, num_tokens=num_tokens,
         title=head.title if turns else "", parent=Parent(source.session_id, num_turns, is_version),

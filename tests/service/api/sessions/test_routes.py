@@ -237,6 +237,20 @@ def test_a_turn_is_taken_back(tiered, reuse):
     assert details["reencoded"] == answer["reencoded_tokens"]
 
 
+def test_a_fork_does_not_end_with_a_question_whose_answer_was_forgotten(server):
+    session_id = talk(server)
+    edits = [{"type": "remove", "id": "2.1"}, {"type": "remove", "id": "3.0"}]
+    assert server.post(f"/sessions/{session_id}/edit", {"edits": edits, "reuse": "forget"}).status == 200
+    before = server.get("/sessions").body
+    reply = server.post(f"/sessions/{session_id}/fork", {"turn": 2})
+    assert (reply.status, reply.error["param"]) == (400, "turn") and "turn 2 was forgotten" in reply.error["message"]
+    version = server.post("/chat", {"fork_of": {"session_id": session_id, "turn": 2}, "message": "Hi"})
+    assert version.status == 400 and server.get("/sessions").body == before
+    for turn in (1, 3, 5):
+        fork = server.post(f"/sessions/{session_id}/fork", {"turn": turn}).json()["id"]
+        assert chat(server, "Go on", fork)["turn"] == turn + 1
+
+
 def test_without_a_tier_below_hbm_all_is_computed_and_the_answer_says_so(server):
     session_id = talk(server)
     answer = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "reuse": "reencode"}).json()
