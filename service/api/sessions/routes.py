@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -19,7 +19,7 @@ from kvstore.engine.sessions.edits import Directives, EditResult, Place, message
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of
 from kvstore.engine.turns import Hold, held
-from kvstore.errors import SessionNotFoundError
+from kvstore.errors import ContextLengthError, SessionNotFoundError
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of
 from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
@@ -80,7 +80,7 @@ class EditBody(msgspec.Struct):
     """
 
     edits: Directives
-    reuse: Literal["exact", "reencode", "forget"] = "exact"
+    reuse: str = "exact"
     expected_turn: Annotated[int, Meta(ge=1, le=MAX_TURNS)] | None = None
 
 
@@ -406,7 +406,12 @@ def _truncate(context: Context, key: SessionKey, num_turns: int, hold: Hold) -> 
 async def edit(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_body(request, EditBody)
-    schema.check_chars_of(context, [one.content or "" for one in body.edits])
+    for index, one in enumerate(body.edits):
+        try:
+            schema.check_chars_of(context, [one.content or ""])
+        except ContextLengthError as error:
+            error.param = f"edits[{index}].content"
+            raise
     await context.engine.call(turns.find_session, context.engine.engine, key)
     async with held(context.claims, key) as hold:
         done = await context.engine.call(_edit, context, key, body, hold)

@@ -299,7 +299,7 @@ def test_a_result_is_named_by_its_call(looked):
 
 def test_whoever_comes_too_late_is_told(engine):
     chat = begun(engine, num_turns=2)
-    with pytest.raises(SessionBusyError, match="gone on since turn 1"):
+    with pytest.raises(SessionBusyError, match="has 2 turns, not 1"):
         chat.edit(REMOVE, expected_turn=1)
     for _ in chat.stream("Hello", greedy(20)):
         with pytest.raises(SessionBusyError):

@@ -134,6 +134,7 @@ def test_a_running_first_turn_is_its_owner_s_only(both):
     ("edit", {"edits": REMOVE}, "edits[0].index"), ("edit", {"edits": [{"type": "remove", "index": 1}]}, "edits"),
     ("edit", {"edits": REMOVE, "reuse": "all"}, "reuse"),
     ("edit", {"edits": REMOVE, "expected_turn": 0}, "expected_turn"),
+    ("edit", {"edits": [{"type": "replace", "index": 0, "content": "a" * 3_000_000}]}, "edits[0].content"),
 ])  # fmt: skip
 def test_bad_bodies_are_named(server, path, body, param):
     session_id = talk(server, "Hello")
@@ -213,8 +214,12 @@ def test_a_turn_is_taken_back(tiered, reuse):
     server = tiered
     session_id = talk(server)
     before = server.get(f"/sessions/{session_id}").json()
-    busy = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "expected_turn": 3})
-    assert (busy.status, busy.error["code"]) == (409, "session_busy")
+    for number in (3, 99):
+        busy = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "expected_turn": number})
+        assert (busy.status, busy.error["code"]) == (409, "session_busy")
+        assert f"has 4 turns, not {number}" in busy.error["message"]
+    wrong = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "reuse": "all"})
+    assert (wrong.status, wrong.error["message"]) == (400, "reuse is 'all'; give one of exact, reencode, forget")
     assert server.get(f"/sessions/{session_id}").json() == before
     answer = server.post(f"/sessions/{session_id}/edit", {"edits": REMOVE, "reuse": reuse, "expected_turn": 4}).json()
     after = server.get(f"/sessions/{session_id}").json()
