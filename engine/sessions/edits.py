@@ -179,23 +179,17 @@ def edit(
     num_before = len(before.messages) - len(said)
     edits = edits_of(directives, said, [len(turn.messages) for turn in turns], num_before, reuse)
     changed = {edit.place: edit.message for edit in edits}
-    first = len(before.system) - num_before  # of the transcript after the system prompt
-    left, num_dropped, is_tainted = (
-        list[KeptMessage](),
-        before.num_dropped,
-        any(place not in said for place in changed),
-    )
-    for index, place in enumerate([*said][first:], -before.num_dropped):
-        if index < 0 and place in changed:
-            is_tainted = True
-            num_dropped -= changed[place] is None
-        elif index >= 0 and changed.get(place, said[place]) is not None:
-            left.append(KeptMessage(index, dict(changed.get(place) or said[place]), place in changed))
-    messages = before.messages[:num_before]
-    messages += [dict(changed.get(place) or one) for place, one in said.items() if changed.get(place, one) is not None]
+    messages, left, num_dropped = before.messages[:num_before], list[KeptMessage](), before.num_dropped
+    for index, (place, old) in enumerate(said.items(), num_before - len(before.system) - num_dropped):
+        message = changed.get(place, old)
+        if message is not None:
+            messages.append(dict(message))
+            left += [KeptMessage(index, messages[-1], place in changed)] if index >= 0 else []
+        elif index < 0:
+            num_dropped -= 1
     check_edited(before.messages, messages, template)
     after, parts = edited(before, messages, num_dropped, left, template)
-    return edits, *with_kv(before, after, parts, is_tainted and reuse == "forget", client, tenant, reuse)
+    return edits, *with_kv(before, after, parts, client, tenant, reuse)
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
@@ -244,12 +238,12 @@ def edited(
 
 
 def with_kv(
-    before: Window, after: Window, parts: Sequence[Part], is_tainted: bool, client: CoreClient, tenant: str, reuse: str
+    before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str, reuse: str
 ) -> tuple[Window, int]:
     """The window after the edit, with the chain of its ids and what the next turn computes anew; and how many tokens
     keep their KV behind the edit.
 
-    parts: what its ids are made of. is_tainted: KV that a splice reused may have read what is to be forgotten.
+    parts: what its ids are made of. What a splice reused may have read what is to be forgotten.
     """
     size, lineage, num_reencoded = client.facts.block_size, before.lineage, 0
     known = common_prefix(before.token_ids, after.token_ids)
@@ -263,7 +257,7 @@ def with_kv(
         num_kept, known = len(after.token_ids), lineage.splice_end * size
     else:
         num_whole = known // size
-        if lineage.splice_index is not None and (is_tainted or num_whole < lineage.splice_end):
+        if lineage.splice_index is not None and (reuse == "forget" or num_whole < lineage.splice_end):
             num_whole = min(num_whole, lineage.splice_index)
             known, lineage = min(known, num_whole * size), lineage.exact
         chain = before.chain[:num_whole]

@@ -131,7 +131,7 @@ def all_there_is(engine, chat):
 
 
 @pytest.mark.parametrize("edits", [REMOVE, REPLACE])
-@pytest.mark.parametrize("before", ["nothing", "replaced", "truncated"])
+@pytest.mark.parametrize("before", ["nothing", "replaced", "truncated", "re-encoded"])
 def test_what_is_forgotten_is_nowhere_any_more(opened, tmp_path, before, edits):
     engine = opened()
     chat = engine.chat("one", system="Be brief.")
@@ -149,6 +149,12 @@ def test_what_is_forgotten_is_nowhere_any_more(opened, tmp_path, before, edits):
         talk(chat, 1)
         settle(engine)
         needles += [part for parts in kv_of(engine, chat.window.chain[2:]).values() for part in parts]
+    if before == "re-encoded":  # what is kept behind it has read the secret
+        assert chat.edit(REPLACE, "reencode").reuse == "reencode"
+        talk(chat, 1)
+        settle(engine)
+        kept = chat.window.chain[chat.window.lineage.splice_index :]
+        needles = [part for parts in kv_of(engine, kept).values() for part in parts]
     check_there(engine, tmp_path / "store", needles)
     assert chat.edit(edits, "forget").reuse == "forget"
     assert list(engine.sessions.pending_deletions()) == [] and chat.last is None
