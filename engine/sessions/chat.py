@@ -358,8 +358,7 @@ class ChatSession:
         def edited() -> tuple[Window, dict[str, Any]]:
             nonlocal num_reencoded
             if expected_turn not in (None, self.num_turns):
-                there = f"session {self.session_id} has {self.num_turns} turns, not {expected_turn}"
-                raise SessionBusyError(there, param="expected_turn")
+                raise SessionBusyError(f"session {self.session_id} has {self.num_turns} turns, not {expected_turn}")
             turns, template = chats.sessions.turns(self.key, 0, self.num_turns), chats.language.chat_template()
             made, after, num_reencoded = edit(
                 self.window, turns or (), directives, reuse, template, chats.client, self.tenant
