@@ -325,16 +325,18 @@ def blocking(
         yield final
 
 
+async def ending(claims: Claims, key: SessionKey, request_key: str | None = None) -> None:
+    """Wait for a turn that ends anyway, and for an earlier attempt of the same request."""
+    while (other := claims.on(key)) is not None and other.is_worth_waiting(request_key):
+        await asyncio.wrap_future(other.released)
+
+
 @asynccontextmanager
 async def held(
     claims: Claims, key: SessionKey, request_key: str | None = None, owner: Turn[Any] | None = None
 ) -> AsyncIterator[Hold]:
-    """`Claims.hold` for as long as this context lasts.
-
-    Waits for a turn that ends anyway, and for an earlier attempt of the same request. Raises SessionBusyError.
-    """
-    while (other := claims.on(key)) is not None and other.is_worth_waiting(request_key):
-        await asyncio.wrap_future(other.released)
+    """`Claims.hold` for as long as this context lasts, after `ending`. Raises SessionBusyError."""
+    await ending(claims, key, request_key)
     hold = claims.hold(key, request_key, owner)
     try:
         yield hold

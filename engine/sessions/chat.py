@@ -324,12 +324,11 @@ class ChatSession:
         chats.drop(key)
         return chats.open(key, None, self.truncation, self.truncation_reuse)
 
-    def keep_last(self, num_turns: int, hold: Hold | None = None) -> TurnRecord | None:
+    def keep_last(self, num_turns: int) -> TurnRecord | None:
         """Remove all but the last turns from the window now; the transcript stays. Durable on return.
 
         It is stored as a turn without messages, which is returned; None when the window has no more turns than that.
-        hold: the caller's, if it holds the session already. Raises SessionBusyError while a turn runs,
-        SessionNotFoundError when the session was deleted.
+        Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
         """
 
         def shortened() -> tuple[Window, dict[str, Any]] | None:
@@ -340,12 +339,11 @@ class ChatSession:
             num_tokens = max(0, len(before.token_ids) - after.num_tokens(template))
             return after, {"truncated_tokens": num_tokens, "finish_reason": "truncated"}
 
-        return self._change(shortened, hold)
+        return self._change(shortened)
 
     def edit(
-        self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None,
-        hold: Hold | None = None,
-    ) -> EditResult:  # fmt: skip
+        self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None
+    ) -> EditResult:
         """Remove messages, or give them another content; see `Directive`. Durable on return. It is stored as a turn
         without messages; a fork of the turn before goes on without it.
 
@@ -366,20 +364,19 @@ class ChatSession:
             miss = None if after.miss is None else structs.asdict(after.miss)
             return after, {"edits": made, "finish_reason": "edited", "miss": miss}
 
-        record = self._change(edited, hold, forgets=reuse == "forget")
+        record = self._change(edited, forgets=reuse == "forget")
         assert record is not None
         done = "exact" if reuse == "reencode" and not num_reencoded else reuse
         return EditResult(record.number, done, len(record.token_ids), num_reencoded)
 
     def _change(
-        self, change: Callable[[], tuple[Window, dict[str, Any]] | None], hold: Hold | None, forgets: bool = False
+        self, change: Callable[[], tuple[Window, dict[str, Any]] | None], forgets: bool = False
     ) -> TurnRecord | None:
-        """Store a turn without messages: the window after it, and more of its record. hold: see `keep_last`."""
+        """Store a turn without messages: the window after it, and more of its record."""
         claims = self.chats.claims
         with ExitStack() as leased:
-            if hold is None:
-                hold = claims.hold(self.key)
-                leased.callback(claims.release, hold)
+            hold = claims.hold(self.key)
+            leased.callback(claims.release, hold)
             self._lease(hold, leased)
             with self.storing:
                 if self.is_deleted or self.number is None:

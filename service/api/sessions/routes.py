@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvstore.engine.sessions.edits import Directives, EditResult, Place, message_id
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of
-from kvstore.engine.turns import Hold, held
+from kvstore.engine.turns import ending
 from kvstore.errors import ContextLengthError, SessionNotFoundError
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of
@@ -391,16 +391,16 @@ async def truncate(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_body(request, TruncateBody)
     await context.engine.call(turns.find_session, context.engine.engine, key)
-    async with held(context.claims, key) as hold:
-        record = await context.engine.call(_truncate, context, key, body.turns, hold)
+    await ending(context.claims, key)
+    record = await context.engine.call(_truncate, context, key, body.turns)
     number, num_tokens = (None, 0) if record is None else (record.number, record.truncated_tokens)
     return json_response(Truncated(key.session_id, number, num_tokens))
 
 
-def _truncate(context: Context, key: SessionKey, num_turns: int, hold: Hold) -> TurnRecord | None:
+def _truncate(context: Context, key: SessionKey, num_turns: int) -> TurnRecord | None:
     engine = context.engine.engine
     turns.find_session(engine, key)
-    return engine.chat(key.session_id, key.tenant).keep_last(num_turns, hold)
+    return engine.chat(key.session_id, key.tenant).keep_last(num_turns)
 
 
 async def edit(request: web.Request) -> web.Response:
@@ -413,15 +413,15 @@ async def edit(request: web.Request) -> web.Response:
             error.param = f"edits[{index}].content"
             raise
     await context.engine.call(turns.find_session, context.engine.engine, key)
-    async with held(context.claims, key) as hold:
-        done = await context.engine.call(_edit, context, key, body, hold)
+    await ending(context.claims, key)
+    done = await context.engine.call(_edit, context, key, body)
     return json_response(Edited(key.session_id, done.turn, done.reuse, done.num_tokens, done.num_reencoded_tokens))
 
 
-def _edit(context: Context, key: SessionKey, body: EditBody, hold: Hold) -> EditResult:
+def _edit(context: Context, key: SessionKey, body: EditBody) -> EditResult:
     engine = context.engine.engine
     turns.find_session(engine, key)
-    done = engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn, hold)
+    done = engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn)
     if body.reuse == "forget":
         context.recall.forget_session(key.tenant, key.session_id)
     return done

@@ -3,13 +3,14 @@
 import time
 from functools import partial
 
+import msgspec
 import pytest
 
 from kvstore.admin.shared import ask_shared
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import crawling, held
 from tests.support.faults import before_each
-from tests.support.service.serving import serving
+from tests.support.service.serving import raw_request, serving
 from tests.support.service.talking import LONG, Stream, chat, num_turns, without_ids
 
 TALK = ["Hello there, my name is Anna.", "I like long walks by the sea.", "What is my name?", "And what do I like?"]
@@ -293,6 +294,27 @@ def test_another_text_for_a_message(server):
     assert edit == {"id": "1.1", "message": {"role": "user", "content": "Hello there, my name is Bob."}}
     said = chat(server, "What is my name?", session_id, temperature=0, max_tokens=12)
     assert said["message"]["content"] and said["turn"] == 6
+
+
+@pytest.mark.parametrize(("path", "body"), [("edit", {"edits": REMOVE}), ("truncate", {"turns": 1})])
+def test_a_change_whose_client_has_gone_holds_its_session_to_the_end(server, path, body):
+    session_id = talk(server)
+    key, limits, told = SessionKey("alice", session_id), server.context.limits, []
+    connection = server.connect()
+
+    def gone():
+        connection.close()
+        server.wait_until(lambda: limits.num_open == 0, "the server has noticed")
+        told.append(server.context.claims.on(key))
+
+    with before_each(server.engine.sessions, "commit_turn", gone):
+        sent = msgspec.json.encode(body)
+        headers = {"Authorization": f"Bearer {server.key}", "Content_Type": "application/json"}
+        connection.sendall(raw_request("POST", f"/sessions/{session_id}/{path}", sent, **headers))
+        server.wait_until(lambda: told, "it was stored")
+    assert told != [None]
+    server.wait_until(lambda: server.context.claims.on(key) is None, "the session is free")
+    assert chat(server, "Go on", session_id)["turn"] == 6
 
 
 # -- truncation ------------------------------------------------------------------------------------------------------
