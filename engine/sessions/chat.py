@@ -54,6 +54,7 @@ from kvstore.sessions.sharing import Claim
 from kvstore.sessions.store import SessionStore
 
 Recalled = Callable[[list[Message]], list[int]]
+Changed = tuple[Window, TurnRecord, Sequence[MessageEdit]]  # the window after a change, its record, what to forget
 DELETE_TIMEOUT_S = 60.0
 
 
@@ -331,13 +332,14 @@ class ChatSession:
         Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
         """
 
-        def shortened() -> tuple[Window, dict[str, Any]] | None:
+        def shortened() -> Changed | None:
             before, template = self.window, self.chats.language.chat_template()
             after = before.last(num_turns, self.chats.client, self.tenant, self.truncation_reuse)
             if after is None:
                 return None
             num_tokens = max(0, len(before.token_ids) - after.num_tokens(template))
-            return after, {"truncated_tokens": num_tokens, "finish_reason": "truncated"}
+            number = self.num_turns + 1
+            return after, after.record(number, (), truncated_tokens=num_tokens, finish_reason="truncated"), ()
 
         return self._change(shortened)
 
@@ -353,7 +355,7 @@ class ChatSession:
         """
         directives, chats, num_reencoded = directives_of(edits, reuse), self.chats, 0
 
-        def edited() -> tuple[Window, dict[str, Any]]:
+        def edited() -> Changed:
             nonlocal num_reencoded
             if expected_turn not in (None, self.num_turns):
                 raise SessionBusyError(f"session {self.session_id} has {self.num_turns} turns, not {expected_turn}")
@@ -362,17 +364,17 @@ class ChatSession:
                 self.window, turns or (), directives, reuse, template, chats.client, self.tenant
             )
             miss = None if after.miss is None else structs.asdict(after.miss)
-            return after, {"edits": made, "finish_reason": "edited", "miss": miss}
+            kept, forgotten = ((), made) if reuse == "forget" else (made, ())
+            number = self.num_turns + 1
+            return after, after.record(number, (), edits=kept, finish_reason="edited", miss=miss), forgotten
 
-        record = self._change(edited, forgets=reuse == "forget")
+        record = self._change(edited)
         assert record is not None
         done = "exact" if reuse == "reencode" and not num_reencoded else reuse
         return EditResult(record.number, done, len(record.token_ids), num_reencoded)
 
-    def _change(
-        self, change: Callable[[], tuple[Window, dict[str, Any]] | None], forgets: bool = False
-    ) -> TurnRecord | None:
-        """Store a turn without messages: the window after it, and more of its record."""
+    def _change(self, change: Callable[[], Changed | None]) -> TurnRecord | None:
+        """Store a turn without messages."""
         claims = self.chats.claims
         with ExitStack() as leased:
             hold = claims.hold(self.key)
@@ -385,16 +387,14 @@ class ChatSession:
                 if changed is None:
                     self.chats.sessions.confirm()
                     return None
-                after, more = changed
-                forgotten = more.pop("edits") if forgets else ()
-                record = after.record(self.num_turns + 1, (), **more)
+                after, record, forgotten = changed
                 try:
                     self.store(record, after, hold.lease, forgotten)
                 except Exception:
                     self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
                     raise
-        self.last = None if forgets else self.last
-        for tombstone in self.chats.sessions.pending_deletions() if forgets else ():
+        self.last = None if forgotten else self.last
+        for tombstone in self.chats.sessions.pending_deletions() if forgotten else ():
             if tombstone.key == self.key:
                 self.chats.carry_out(tombstone, (), DELETE_TIMEOUT_S)
         return record

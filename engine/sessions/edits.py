@@ -6,7 +6,7 @@ answer keeps its ids unless it is the one that changes. Knows no store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -19,7 +19,7 @@ from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.outputs import Miss
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import common_prefix
-from kvstore.engine.sessions.window import Window, turn_begins
+from kvstore.engine.sessions.window import Window, spliced_blocks, turn_begins
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_text
 from kvstore.errors import RequestError
@@ -67,13 +67,14 @@ def message_id(place: Place) -> str:
     return f"{place[0]}.{place[1]}"
 
 
-def directives_of(given: object, reuse: object) -> list[Directive]:
+def directives_of(given: Iterable[object], reuse: object) -> list[Directive]:
     """Directives, or mappings of their fields, checked. Raises RequestError."""
     if reuse not in REUSES:
         raise RequestError(f"reuse is {reuse!r}; give one of {', '.join(REUSES)}", param="reuse")
     try:
-        found: list[Directive] = msgspec.convert(given, Directives, from_attributes=True)
-    except msgspec.ValidationError as error:
+        plain = [msgspec.structs.asdict(one) if isinstance(one, Directive) else one for one in given]
+        found: list[Directive] = msgspec.convert(plain, Directives)
+    except (msgspec.ValidationError, TypeError) as error:
         raise RequestError(f"edits: {str(error).replace('`', '').replace('$', '')}", param="edits") from None
     for index, one in enumerate(found):
         if one.type == "replace" and one.content is None:
@@ -276,7 +277,7 @@ def _spliced(
 ) -> Spliced | None:  # fmt: skip
     """The chain of the ids after the edit, with the KV of what is kept; None if that has to be computed.
 
-    A chain has one splice, so everything up to the last new id is computed first, to the end of its block.
+    A chain has one splice, so everything up to the last new id is computed, too, to the end of its block.
     """
     size, limit = client.facts.block_size, client.facts.max_request_tokens
     num_parts = 1 + max((index for index, part in enumerate(parts) if isinstance(part, list)), default=-1)
@@ -291,10 +292,15 @@ def _spliced(
     head = after.token_ids[: num_head + (-num_head % size)]
     if sum(map(_length, spans)) < size or len(head) >= limit:
         return None
-    if head:
-        for _ in client.stream(client.submit(head, SamplingParams(max_tokens=1), tenant)):
-            pass
-    return client.call(Splice(before.chain, before.token_ids, before.lineage, spans, tenant, head))
+    spliced = client.call(Splice(before.chain, before.token_ids, before.lineage, spans, tenant, head))
+    if spliced is not None and head:
+        try:
+            for _ in client.stream(client.submit(head, SamplingParams(max_tokens=1), tenant)):
+                pass
+        except Exception:
+            client.forget(spliced_blocks(*spliced))
+            raise
+    return spliced
 
 
 def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) -> tuple[list[Part], list[int]] | None:
@@ -310,7 +316,7 @@ def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) 
     cuts = [*turn_begins(new), len(new)]
     parts, starts = list[Part]([(0, before.turn_starts[0])]), list[int]()
     for begin, stop in pairwise(cuts):
-        made = _turn_parts(before, turns, said[begin:stop], _context(before.system, new, begin), template, len(end))
+        made = _turn_parts(before, turns, said[begin:stop], _context(before.system, new, begin), template, end)
         if made is None:
             return None
         if begin:
@@ -323,7 +329,7 @@ def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) 
 
 def _turn_parts(
     before: Window, turns: Sequence[_Turn], said: Sequence[KeptMessage], context: list[Message], template: ChatTemplate,
-    num_closing: int,
+    end: list[int],
 ) -> list[Part] | None:  # fmt: skip
     """What the ids of one turn are made of."""
     shown, last = before.shown[len(before.system) :], said[-1]
@@ -332,15 +338,18 @@ def _turn_parts(
         return [(old.start, old.stop)]
     asked = [one.message for one in said[:-1]]
     made = template.following_ids([], context, asked) if asked else None
-    if made is None or last.index != old.indices[-1] or (last.is_new and "tool_calls" in last.message):
+    if made is None or made[: len(end)] != end or last.index != old.indices[-1]:
         return None
     if last.is_new:
-        return [made[num_closing:] + template.encode_answer(last.message["content"])]
+        opened = template.opened_ids(bool(before.system))
+        if made[len(made) - len(opened) :] != opened:
+            return None
+        return [made[len(end) : len(made) - len(opened)] + template.encode_answer(last.message["content"])]
     was_asked = [shown[index] for index in old.indices[:-1]]
     was = template.following_ids([], _context(before.system, shown, old.indices[0]), was_asked) if was_asked else None
-    if was is None or before.token_ids[old.start : old.start + len(was) - num_closing] != was[num_closing:]:
+    if was is None or before.token_ids[old.start : old.start + len(was) - len(end)] != was[len(end) :]:
         return None  # it is shown in another way than alone
-    return [made[num_closing:], (old.start + len(was) - num_closing, old.stop)]
+    return [made[len(end) :], (old.start + len(was) - len(end), old.stop)]
 
 
 def _context(system: list[Message], said: Sequence[Message], begin: int) -> list[Message]:

@@ -167,11 +167,9 @@ class ChatTemplate:
         return token_ids + self._text.encode_part(after[0]) if len(after) == 1 else None
 
     def history_ids(
-        self,
-        messages: list[Message],
-        answers: Mapping[int, Sequence[int]],
+        self, messages: list[Message], answers: Mapping[int, Sequence[int]],
         known: tuple[int, Sequence[int]] | None = None,
-    ) -> list[int] | None:
+    ) -> list[int] | None:  # fmt: skip
         """`prompt_ids` of a history in which some answers keep the ids that the model gave them.
 
         answers: ids without the end token, by the index of the assistant's message. known: all ids up to the end of the
@@ -259,6 +257,11 @@ class ChatTemplate:
         delta = self._delta(has_system)
         return "" if delta is None else delta.opening
 
+    def opened_ids(self, has_system: bool) -> list[int]:
+        """What a prompt opens its answer with and a history does not show of one without reasoning, as "<think>"."""
+        delta = self._delta(has_system)
+        return [] if delta is None else self._text.encode_part(delta.after.removeprefix(delta.opening))
+
     def hidden_thinking(self, messages: Sequence[Message]) -> list[int]:
         """The answers whose reasoning a prompt does not show, by their index."""
         nonce = secrets.token_hex(8)  # no content can contain it
@@ -333,8 +336,7 @@ class ChatTemplate:
 
     def _find_delta(self, has_system: bool) -> TurnDelta | None:
         """Compare the render of a first prompt with that of a second one that contains it."""
-        history = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
-        history += [{"role": "user", "content": _USER}]
+        history = [*([{"role": "system", "content": "kvstoresystem"}] if has_system else []), _user(_USER)]
         longer = [*history, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
         first, (head, *rest) = self._render(history), self._render(longer).split(_ANSWER)
         # The prompt may open the answer with more than a history shows of it, such as "<think>".

@@ -113,12 +113,33 @@ def test_invariant_1_the_same_edit_gives_the_same_tokens_in_every_run(model, tmp
     assert outs[0] == outs[1]
 
 
-def test_a_model_with_states_computes_and_says_so(saved_model, tmp_path):
-    with open_engine(saved_model("Qwen3_5Text", tokenizer=True), tmp_path, hbm="4MiB", disk="64MiB") as engine:
+@pytest.mark.parametrize("edits", [REMOVE, REPLACE])
+@pytest.mark.parametrize("why", ["states", "no tier below HBM"])
+def test_where_nothing_can_be_kept_the_next_turn_computes_and_says_so(saved_model, tmp_path, why, edits):
+    model = saved_model("Qwen3_5Text" if why == "states" else "Llama", **MODEL)
+    with open_engine(model, tmp_path if why == "states" else None, hbm="4MiB", disk="64MiB") as engine:
         chat = begun(engine)
-        assert chat.edit(REMOVE, "reencode").reuse == "exact"
+        before = engine.stats()["requests"]
+        assert chat.edit(edits, "reencode").reuse == "exact"
+        assert engine.stats()["requests"] == before
         out = chat.send("Hi", PARAMS)
         assert out.usage.cached_tokens_details.reencoded == 0 and out.usage.miss.cause == "edit"
+
+
+# The system prompt stands in the first user message.
+FOLDING = (
+    "{% set s = messages[0].content + '\n' if messages[0].role == 'system' else '' %}<|bos|>"
+    "{% for m in messages[1 if s else 0:] %}{{ '<|' + m.role + '|>' + (s if loop.first else '') + m.content }}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_an_answer_that_comes_first_is_shown_as_the_template_does(opened):
+    engine = opened(chat_template=FOLDING)
+    chat = begun(engine, num_turns=2)
+    chat.edit([{"type": "remove", "index": 1}, {"type": "remove", "index": 3}])
+    out = chat.send("And now?", PARAMS)
+    assert engine.tokenizer.decode(out.prompt_token_ids) == rendered(engine, chat.messages[:-1])
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------
@@ -247,6 +268,7 @@ def test_an_edit_that_cannot_be_stored_changes_nothing(engine):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("edits", "param"), [
     ([], "edits"), ("remove", "edits"), ([{"type": "move", "index": 1}], "edits"),
+    (7, "edits"), ([Directive("drop", index=1)], "edits"), ([Directive("remove", index="1")], "edits"),
     ([{"type": "remove"}], "edits[0]"), ([{"type": "remove", "index": 1, "id": "1.0"}], "edits[0]"),
     ([{"type": "remove", "index": 9}], "edits[0].index"), ([{"type": "remove", "index": -1}], "edits"),
     ([{"type": "remove", "id": "9.0"}], "edits[0].id"), ([{"type": "remove", "id": "01.1"}], "edits[0].id"),

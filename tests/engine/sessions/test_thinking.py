@@ -158,6 +158,19 @@ def test_an_answer_that_ended_within_its_thinking(engine):
     assert prompt.startswith(f"{expected}<|user|>Go on.") and usage.thinking == "dropped"
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_answer_that_is_given_another_content_has_no_thinking(template, tmp_path):
+    with opened(template, tmp_path) as engine:
+        chat = engine.chat("ada")
+        for said in (LONG, "And the moon?", LONG):
+            think(chat, said)
+        edit = {"type": "replace", "index": 3, "content": "It is very far."}
+        assert chat.edit([edit], "reencode").num_reencoded_tokens > 0
+        prompt, _ = think(chat, "And now?")
+        assert "<|user|>And the moon?<|end|><|assistant|>It is very far.<|end|><|user|>" in prompt
+        assert prompt.removesuffix("<think>").count("<think>") == 2
+
+
 def test_an_unknown_way_is_named(engine):
     with pytest.raises(RequestError, match="thinking is 'forget'; give keep or drop") as raised:
         engine.chat("ada").send("Hello", thinking="forget")
