@@ -120,7 +120,7 @@ class Simulation:
         faults, counts = self.config.faults, self.counts_of_store
         disk = Disk(self.platter, capacity_bytes, self.book, self.clock, faults, self.rng, self.weather, counts)
         opened = OpenDisk(disk, DiskIndex.build(disk.scan(), self.clock.module.time), [])
-        return SimpleNamespace(directory=self.directory, join=lambda itemsize: opened, close=lambda: None)
+        return SimpleNamespace(directory=self.directory, join=lambda *_: opened, close=lambda: None)
 
     def _make_io(self, name, disk, on_progress, limits) -> WatchedWorker:
         return WatchedWorker(disk, on_progress, limits, self.clock, self.arena, self.config.read_s, self.rng)
@@ -144,6 +144,7 @@ class Simulation:
         layout = SimpleNamespace(
             block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype,
             num_state_blocks=config.state_blocks, window_blocks=config.window_blocks,
+            checkpoint_blocks=config.state_blocks * max(config.window_blocks, 1),
         )  # fmt: skip
         least_arena_blocks = 2 * config.seqs + -(-config.window // config.block_size)
         self.connector = assembly.open_tiered(

@@ -222,7 +222,7 @@ def test_a_turn_is_the_same_from_every_tier(model: Stored, path: Path) -> None:
 
 
 def test_preempted_requests_resume_by_loading(model: Stored, path: Path) -> None:
-    options = {**OPTIONS, "hbm": pool_bytes(model.reference.network, 14)}
+    options = {**OPTIONS, "hbm": pool_bytes(model.reference.network, 10)}
     with pytest.warns(UserWarning, match="fewer than max_model_len"), watched(model.folder, path, **options) as engine:
         outputs = engine.answer([tokens(seed, 64) for seed in (30, 31, 32)], asking(60))
         assert engine.engine.loop.scheduler.roster.num_preemptions > 0 and counters(engine.engine)["loaded"] > 0
