@@ -298,8 +298,14 @@ def random_trace(seed):
 FAILED_ONCE = [(103, (60, 0, 40)), (243, (60, 30, 150)), (149, (44, 52, 180))]  # did not end, or left reads over
 
 
-@pytest.mark.parametrize("checkpoints", [{}, {"state_blocks": 3}, {"state_blocks": 1, "window_blocks": 4}], ids=str)
-@pytest.mark.parametrize(("seed", "sizes"), [*itertools.product(range(2), TIERS), *FAILED_ONCE], ids=str)
+PLAIN = [(*one, {}) for one in (*itertools.product(range(2), TIERS), *FAILED_ONCE)]
+WITH_STATES, WITH_WINDOWS = (
+    [(number, sizes, {"state_blocks": blocks, "window_blocks": windows}) for sizes in TIERS[number::2]]
+    for number, blocks, windows in ((0, 3, 0), (1, 1, 4))
+)
+
+
+@pytest.mark.parametrize(("seed", "sizes", "checkpoints"), [*PLAIN, *WITH_STATES, *WITH_WINDOWS], ids=str)
 def test_counts_balance_whatever_the_traffic(seed, sizes, checkpoints):
     rng = random.Random(f"{seed} {sizes}")
     made, settings = random_trace(seed), replace(random_config(rng, *sizes), **checkpoints)
