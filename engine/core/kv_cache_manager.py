@@ -161,9 +161,9 @@ class KVCacheManager:
         """Release the window slots of blocks that its next token cannot see."""
         if self.windows is None:
             return
-        first = self.windows.first_held(request.num_computed_tokens, self.block_size)
+        first, ends = self.windows.first_held(request.num_computed_tokens, self.block_size), self._ends(request)
         for index in range(request.first_window, first):
-            is_checkpoint = any(0 < end - index <= self.windows.window_blocks for end in self._ends(request))
+            is_checkpoint = any(0 < end - index <= self.windows.window_blocks for end in ends)
             self.windows.release([request.block_numbers[index]], is_checkpoint)
         request.first_window = max(request.first_window, first)
 

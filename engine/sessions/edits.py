@@ -272,9 +272,7 @@ def with_kv(
     return replace(after, chain=chain, lineage=lineage, miss=miss), num_reencoded
 
 
-def _spliced(
-    before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str
-) -> Spliced | None:  # fmt: skip
+def _spliced(before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str) -> Spliced | None:
     """The chain of the ids after the edit, with the KV of what is kept; None if that has to be computed.
 
     A chain has one splice, so everything up to the last new id is computed, too, to the end of its block.

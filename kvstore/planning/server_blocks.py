@@ -89,14 +89,15 @@ class ServerBlocks:
             self._steering.poll()
         else:
             store.poll(reads_ahead=False)
-        hits = self.match(chain, request.num_tokens)
+        known = self._known(chain, request.num_tokens)
+        hits = self._up_to_checkpoint(chain, known)
         num_tokens = len(hits) * self.block_size
         is_stored = len(hits) == len(chain) if store is None else store.stored.has_end(chain, num_tokens)
         conversation = self._steering.arrive(chain, None, is_stored)
         stored = Tracked(chain, self._tokens(request.num_tokens), LINEAGE, "", str(index), (0, number), conversation)
         job = Job(number, index, request, stored, self._clock.now_s, ["hbm"] * len(hits))
         self.pool.touch(hits, conversation)
-        job.num_known = len(self._known(chain, request.num_tokens))
+        job.num_known = len(known)
         if store is not None and self._look_ahead:
             job.arrival += store.arrive(stored, num_tokens)
         elif store is not None:
