@@ -59,7 +59,7 @@ class SchedulerConfig:
     steps_in_flight: int = 1  # in a pipeline: each takes its share of the running requests, and none twice
     state_share: float = 0.5  # of the HBM tier at most, for states
     num_state_slots: int = 0  # for the states of a model that keeps some beside its KV
-    checkpoint_tokens: int = 0  # that have KV of as many bytes as a checkpoint of such a model, or a whole window
+    checkpoint_tokens: int = 0  # that have KV of as many bytes as a checkpoint of such a model
     num_window_slots: int = 0  # for the KV of layers with a window; 0: they have as many blocks as others
 
 

@@ -364,7 +364,7 @@ class RequestBlocks:
         self.manager.pool.touch(hits, found.conversation)
         if not request.num_preemptions:
             num_known, num_begun = max(len(known), found.num_known_blocks), len(hits) + len(found.tiers)
-            halfway = request.halfway(num_begun, self._long) if self.manager.keeps_checkpoints else 0
+            halfway = 0 if self.manager.states is None else request.halfway(num_begun, self._long)
             request.fork = max(num_known, halfway) if num_begun >= num_known else num_known
         request.cached.note_arrival(["hbm"] * len(hits) + list(found.tiers))
 
