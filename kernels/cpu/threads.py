@@ -96,8 +96,9 @@ class Team:
     Threads of a team wait for one another. If one of them shares its processor, all take twice as long. A thread alone
     does not, if it may run where there is room (bench/LOG.md).
 
-    is_own: C code computes all products with a team of its own (`threads.c`). Torch's few operations between them run
-    in the calling thread, because helpers of two kinds would compete for a processor.
+    is_own: C code computes all products with a team of its own (`threads.c`). From the first step until `rest`, torch's
+    operations run in the calling thread, those between steps, too: helpers of two kinds would compete for a processor,
+    and each operation would take as long as the system lets one of them have it (bench/LOG.md).
     """
 
     def __init__(
@@ -109,6 +110,14 @@ class Team:
         self._patience_s = PATIENCE_S[0]
         self._alone_until: float | None = None
         self._is_gathered = False
+
+    def gather(self) -> None:
+        """Get ready to compute, as a step does by itself. What is moved before it needs bound helpers, too: a thread
+        that OpenMP starts meanwhile would inherit the caller's processor.
+        """
+        if not self._is_gathered:
+            self._is_gathered = True
+            self._threads.gather()
 
     def rest(self) -> None:
         """Note that there is nothing to compute for a while. The computing thread calls it."""
@@ -124,17 +133,15 @@ class Team:
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
         """In this context, the calling thread and its helpers compute a step of so many rows."""
-        if not self._is_gathered:
-            self._is_gathered = True
-            self._threads.gather()
-        began, num_threads = self._clock(), torch.get_num_threads()
+        self.gather()
+        began, count = self._clock(), num_threads()
         is_waiting = self._alone_until is not None and began < self._alone_until
-        is_alone = is_waiting and num_threads == TEAM and num_rows <= FEW_ROWS
-        looks = not is_waiting and num_threads == TEAM
+        is_alone = is_waiting and count == TEAM and num_rows <= FEW_ROWS
+        looks = not is_waiting and count == TEAM
         if looks and self._computed_s == 0.0:
             self._seen_s = self._threads.waited_s()
         self._threads.roam(is_alone)
-        with self._threads.use(1 if is_alone else num_threads):
+        with self._threads.use(1 if is_alone else count):
             yield
         if looks:
             self._look(self._clock() - began)
@@ -171,9 +178,9 @@ class Threads:
         if library is None:
             return None
         if self._caller != threading.get_ident():
-            self._caller, num_threads = threading.get_ident(), torch.get_num_threads()
-            ids = (ctypes.c_int * num_threads)()
-            library.kv_team(ids, num_threads, self._is_own)
+            self._caller, count = threading.get_ident(), num_threads()
+            ids = (ctypes.c_int * count)()
+            library.kv_team(ids, count, self._is_own)
             self._ids = list(ids)
             return None
         try:
@@ -184,27 +191,39 @@ class Threads:
             return None
 
     def gather(self) -> None:
-        """Gather the team. The caller will compute, and starts no threads of another kind."""
+        """Gather the team. The caller will compute, and starts no threads of another kind until it rests."""
         bind_threads()
+        library = native.library()
+        if self._is_own and library is not None:
+            _here.num_own = torch.get_num_threads()
+            library.kv_use_threads(1, True)
 
     def rest(self) -> None:
         self._caller = None
+        library = native.library()
+        if _here.num_own and library is not None:
+            library.kv_use_threads(_here.num_own, False)
+            _here.num_own = 0
         let_helpers_go()
 
     @contextmanager
     def use(self, count: int) -> Iterator[None]:
         """So many threads compute in this context."""
-        library, before = native.library(), torch.get_num_threads()
-        if library is None or (count == before and not self._is_own):
+        library, before = native.library(), num_threads()
+        if library is None or count == before:
             yield
             return
-        library.kv_use_threads(1 if self._is_own else count, self._is_own)
-        _here.num_own = count if self._is_own else 0
+        self._use(library, count)
         try:
             yield
         finally:
-            _here.num_own = 0
-            library.kv_use_threads(before, False)
+            self._use(library, before)
+
+    def _use(self, library: ctypes.CDLL, count: int) -> None:
+        if self._is_own:
+            _here.num_own = count
+        else:
+            library.kv_use_threads(count, False)
 
     def roam(self, may_roam: bool) -> None:
         """Let the caller run wherever its team runs, or only on its own processor again.

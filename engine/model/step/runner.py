@@ -236,6 +236,8 @@ class ModelRunner:
 
     def working(self) -> AbstractContextManager[None]:
         """A step may run in this context. An error that another rank has caused is raised as that rank's."""
+        if self._team is not None:
+            self._team.gather()
         return self._flight.others.blamed()
 
     def rest(self) -> None:

@@ -28,10 +28,21 @@ def rows(seed):
 
 
 def in_own_team(seeds, count=2):
-    """Norms of many rows by a team of so many threads."""
-    with Threads(is_own=True).use(count):
+    """Norms of many rows by a team of so many threads; it binds the thread that computes to a processor."""
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(computed_by, Threads(is_own=True), seeds, count).result()
+
+
+def computed_by(threads, seeds, count):
+    before = torch.get_num_threads()
+    threads.gather()
+    with threads.use(count):
         assert num_threads() == count and torch.get_num_threads() == 1
-        return [norm()(rows(seed)) for seed in seeds]
+        found = [norm()(rows(seed)) for seed in seeds]
+    assert num_threads() == before and torch.get_num_threads() == 1, "so it stays between steps"
+    threads.rest()
+    assert num_threads() == torch.get_num_threads() == before
+    return found
 
 
 def expected(seeds):
@@ -44,9 +55,7 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_a_team_of_any_size_computes_the_same(count):
-    before = torch.get_num_threads()
     assert_same(in_own_team(range(20), count), expected(range(20)))
-    assert torch.get_num_threads() == num_threads() == before, "behind the step all is as it was"
 
 
 def test_helpers_that_fell_asleep_are_woken():

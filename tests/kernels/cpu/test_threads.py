@@ -274,3 +274,41 @@ with ThreadPoolExecutor(1) as fresh:  # the thread that steps
     found = [*fresh.submit(step).result(), *fresh.submit(step).result()]
     print(json.dumps([*found, all(torch.isfinite(fresh.submit(lambda: x @ x).result().flatten()).tolist())]))
 """
+
+
+@needs_processors
+def test_what_a_turn_moves_before_its_forward_finds_a_helper_on_the_other_processor():
+    """Also after a pause, in which the helper has ended: states are loaded then."""
+    assert on_two_processors(LOADING) == [2, 2]
+
+
+LOADING = """
+import json, time, torch
+from contextlib import suppress
+from kvstore import Engine, SamplingParams
+torch.set_num_threads(2)
+found = []
+
+def processors():
+    of = []
+    for task in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has just ended
+            of.append(tuple(os.sched_getaffinity(task)))
+    return {cpus for cpus in of if len(cpus) == 1}
+
+with Engine(None, {"hbm": "64MiB"}, device="cpu") as engine:
+    run = engine.loop.runner.launch
+    def launch(output):
+        torch.ones(1 << 20).add_(1)
+        found.append(len(processors()))
+        return run(output)
+    engine.loop.runner.launch = launch
+    firsts, until = [], time.monotonic() + 60
+    for _ in range(2):
+        found.clear()
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        firsts.append(found[0])
+        while len(processors()) > 1 and time.monotonic() < until:  # the caller stays bound
+            time.sleep(0.005)
+    print(json.dumps(firsts))
+"""
