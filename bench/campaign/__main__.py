@@ -29,7 +29,7 @@ from bench.common import Report, Row, arguments, run, say
 
 EXIT_FAILED = 1
 COLUMNS = (
-    "rounds", "starts", "kills", "turns", "calls", "forks", "truncations", "deletions", "left", "refused",
+    "rounds", "starts", "kills", "turns", "calls", "forks", "edits", "truncations", "deletions", "left", "refused",
     "transcripts", "compared", "ties", "flips", "refused blocks", "found by verify", "computed", *TIERS,
 )  # fmt: skip
 ACTIONS, QUICK_ACTIONS = 8, 2  # of each client in a round

@@ -78,6 +78,9 @@ class Reference:
             if not talk.is_exact or turn.is_reencoded:
                 talk.is_exact = False
                 break
+            if turn.edit:
+                self._chats[talk.name].edit(turn.edit["edits"], turn.edit["reuse"])
+                continue
             expected, least_gap = self._answer(talk, turn)
             if without_ids(expected) == without_ids(turn.answer):
                 num_same += not turn.is_compared

@@ -44,7 +44,7 @@ TOOLS: list[dict[str, Any]] = [{
 @dataclass
 class Told:
     """A turn: what was asked, and the answer, once it was acknowledged. key: its Idempotency-Key. is_compared: with the
-    reference's.
+    reference's. edit: the body of an edit, which is a turn without messages.
     """
 
     said: list[dict[str, Any]]
@@ -54,6 +54,7 @@ class Told:
     answer: dict[str, Any] = field(default_factory=dict)
     is_reencoded: bool = False
     is_compared: bool = False
+    edit: dict[str, Any] | None = None
 
 
 @dataclass
@@ -72,7 +73,25 @@ class Talk:
 
     @property
     def transcript(self) -> list[dict[str, Any]]:
-        return [message for turn in self.turns for message in (*turn.said, turn.answer)]
+        """What `GET /sessions/ID` has to show."""
+        messages: list[dict[str, Any]] = []
+        for turn in self.turns:
+            messages = self.edited(messages, turn.edit) if turn.edit else [*messages, *turn.said, turn.answer]
+        return messages
+
+    def edited(self, messages: Sequence[dict[str, Any]], edit: dict[str, Any]) -> list[dict[str, Any]]:
+        """These messages, which a system prompt may stand before, after an edit."""
+        changes = {one["index"] - bool(self.system): one.get("content") for one in edit["edits"]}
+        changed = ({**message, "content": changes[i]} if changes.get(i) else message
+                   for i, message in enumerate(messages) if changes.get(i, "") is not None)  # fmt: skip
+        return list(changed)
+
+    @property
+    def may_be_forked(self) -> bool:
+        """Not where a turn was changed later, and for ever."""
+        return bool(self.turns) and self.is_exact and not any(
+            turn.edit and turn.edit["reuse"] == "forget" for turn in self.turns
+        )  # fmt: skip
 
     def fork(self, name: str, num_turns: int) -> Talk:
         return Talk(name, self.system, self.reuse, self.turns[:num_turns], num_tokens=self.num_tokens)
@@ -98,16 +117,24 @@ def check_transcript(node: Node, talk: Talk, is_again: bool = False) -> bool:
     if status == 404 and (is_again or not talk.turns):
         return not talk.turns
     expect(status == 200, f"{node.store.name}: {talk.name} of {len(talk.turns)} turns is {status}: {found}")
-    there, known = found["messages"], talk.transcript
-    same = [{name: message.get(name) for name in one} == one for one, message in zip(known, there, strict=False)]
-    lost = f"{node.store.name}: {talk.name} is {there}, and its client was told {known}"
-    expect(len(there) >= len(known) and all(same), lost)
+    if is_again and found["turns"] > len(talk.turns):
+        return False
+    there, known, pending = found["messages"], talk.transcript, talk.pending
+    if pending is not None and pending.edit and not _is_told(known, there):
+        known = talk.edited(known, pending.edit)
     more = there[len(known) :]
-    pending = talk.pending
-    is_whole = pending is not None and len(more) == len(pending.said) + 1
+    lost = f"{node.store.name}: {talk.name} is {there}, and its client was told {known}; asked for was {pending}"
+    expect(_is_told(known, there[: len(known)]), lost)
+    is_whole = pending is not None and not pending.edit and len(more) == len(pending.said) + 1
     odd = f"{node.store.name}: {talk.name} goes on with {more}, and {pending} was asked"
-    expect(not more or is_whole or is_again, odd)
+    expect(not more or is_whole, odd)
     return not more
+
+
+def _is_told(known: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> bool:
+    """Whether messages are those that a client knows."""
+    same = ({name: message.get(name) for name in one} == one for one, message in zip(known, there, strict=False))
+    return len(known) == len(there) and all(same)
 
 
 class Progress:
@@ -156,8 +183,12 @@ class Client:
     def _do(self) -> bool:
         open_talks = [talk for talk in self.talks if self._may_truncate or talk.num_tokens < MAX_PROMPT]
         drawn = self.rng.random()
-        if drawn < 0.07 and (forkable := [talk for talk in open_talks if talk.turns and talk.is_exact]):
+        if drawn < 0.07 and (forkable := [talk for talk in open_talks if talk.may_be_forked]):
             return self._fork(self.rng.choice(forkable))
+        if drawn > 0.85 and (edits := {talk.name: edit for talk in self.talks if (edit := self._edit_of(talk))}):
+            talk = next(talk for talk in self.talks if talk.name in edits)
+            talk.pending = Told([], 0, False, "", edit=edits[talk.name])
+            return self.settle(talk)
         if len(self.talks) > MAX_TALKS:
             return self._delete(self.rng.choice(self.talks))
         if not open_talks or drawn < 0.2:
@@ -167,7 +198,7 @@ class Client:
             self.talks += open_talks
         talk = self.rng.choice(open_talks)
         self.begin(talk)
-        if drawn > 0.93:
+        if 0.2 < drawn < 0.27:
             self._leave(talk)
         return self.settle(talk, self.rng.random() < 0.6)
 
@@ -183,6 +214,21 @@ class Client:
             said = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.choice((3, 12, 40))))}]
         must_call = not calls and not self._may_truncate and rng.random() < 0.15
         talk.pending = Told(said, 120 if must_call else rng.randrange(3, 32), must_call, f"{rng.getrandbits(64):x}")
+
+    def _edit_of(self, talk: Talk) -> dict[str, Any] | None:
+        """Takes back a question and its answer, or asks something else in its place; not the last ones. None if there
+        are none, or a turn is still to be acknowledged.
+        """
+        said = talk.transcript
+        pairs = [i for i in range(len(said) - 2) if said[i]["role"] == "user" and not said[i + 1].get("tool_calls")]
+        if talk.pending is not None or not pairs:
+            return None
+        index, rng = self.rng.choice(pairs) + bool(talk.system), self.rng
+        edits: list[dict[str, Any]] = [{"type": "remove", "index": index}, {"type": "remove", "index": index + 1}]
+        if rng.random() < 0.5:
+            edits = [{"type": "replace", "index": index, "content": " ".join(rng.choices(WORDS, k=5))}]
+        reuse = rng.choice(("exact", "reencode", "forget"))
+        return {"edits": edits, "reuse": reuse, "expected_turn": len(talk.turns)}
 
     # -- a turn ------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -200,7 +246,8 @@ class Client:
         while talk.pending is not None:
             node = self.rng.choice(self._nodes)
             try:
-                answer = self._streamed(node, talk) if is_streamed else self._whole(node, talk)
+                ask = self._edit if talk.pending.edit else self._streamed if is_streamed else self._whole
+                answer = ask(node, talk)
             except BROKEN as error:
                 self._may_fail(f"{type(error).__name__}: {error}")
                 answer = None
@@ -233,6 +280,18 @@ class Client:
             return None
         return found
 
+    def _edit(self, node: Node, talk: Talk) -> dict[str, Any] | None:
+        """What is told of an edit, also where it was done and nobody heard of it."""
+        turn, number = talk.pending, len(talk.turns) + 1
+        assert turn is not None and turn.edit is not None
+        status, found = node.ask("POST", f"/sessions/{talk.name}/edit", turn.edit)
+        if status == 200:
+            return found
+        if status == 409 and f"has {number} turns" in found["error"]["message"]:
+            return {"turn": number, "reuse": turn.edit["reuse"]}
+        self._refused(status, found)
+        return None
+
     def _streamed(self, node: Node, talk: Talk) -> dict[str, Any] | None:
         turn, text = talk.pending, ""
         assert turn is not None
@@ -250,9 +309,16 @@ class Client:
         return None
 
     def _acknowledged(self, talk: Talk, found: dict[str, Any]) -> None:
-        turn, usage = talk.pending, found["usage"]
+        turn = talk.pending
         assert turn is not None
         expect(found["turn"] == len(talk.turns) + 1, f"{talk.name} of {len(talk.turns)} turns: one is twice: {found}")
+        if turn.edit:
+            turn.is_reencoded = found["reuse"] == "reencode"
+            talk.turns.append(turn)
+            talk.pending = None
+            self._progress.count(edits=1)
+            return
+        usage = found["usage"]
         details = usage["prompt_tokens_details"]["cached_tokens_details"]
         turn.answer = {name: value for name, value in found["message"].items() if value is not None}
         turn.is_reencoded = details["reencoded"] > 0

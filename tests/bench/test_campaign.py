@@ -49,3 +49,17 @@ def test_an_answer_that_an_engine_without_tiers_does_not_give_is_wrong():
 
 def test_arms_that_do_not_exist_are_refused(refused):
     assert "--arms cats; known: plain, short" in refused(main, "--arms", "cats")
+
+
+def test_a_transcript_is_what_edits_have_left():
+    def turn(number):
+        said = [{"role": "user", "content": f"question {number}"}]
+        return Told(said, 4, False, "key", {"role": "assistant", "content": f"answer {number}"})
+
+    taken_back = {"edits": [{"type": "remove", "index": 1}, {"type": "remove", "index": 2}], "reuse": "exact"}
+    changed = {"edits": [{"type": "replace", "index": 1, "content": "another"}], "reuse": "forget"}
+    talk = Talk("edited", "You are kind.", "exact", [turn(1), turn(2), Told([], 0, False, "", edit=taken_back)])
+    assert [message["content"] for message in talk.transcript] == ["question 2", "answer 2"] and talk.may_be_forked
+    talk.turns += [turn(3), Told([], 0, False, "", edit=changed)]
+    assert [message["content"] for message in talk.transcript] == ["another", "answer 2", "question 3", "answer 3"]
+    assert not talk.may_be_forked, "a fork would show what was deleted from its turns, too"
