@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvstore.engine.model.packing import FusedRMSNorm, PackedLinear, ProjectionSlice, are_close
@@ -226,7 +225,7 @@ class LeanNetwork:
     """Runs embedding, lean layers, norm and head, without the many checks of the network's own forward."""
 
     def __init__(self, network: Any, layers: Sequence[LeanLayer]) -> None:
-        self._embed = network.get_input_embeddings().weight
+        self._embed = network.get_input_embeddings()
         self._layers = layers
         self._norm = network.base_model.norm
         self._head = network.get_output_embeddings()
@@ -239,13 +238,13 @@ class LeanNetwork:
 
     def __call__(self, token_ids: Tensor, sample_tokens: Tensor) -> Tensor:  # [num_samples, vocab_size]
         """token_ids: [num_tokens]; sample_tokens: those whose logits are wanted. The last layer may skip others."""
-        x = F.embedding(token_ids, self._embed).unsqueeze(0)
+        x = self._embed(token_ids).unsqueeze(0)
         for layer in self._layers:
             x = layer(x)
         if x.shape[1] != len(sample_tokens):
             x = x[:, sample_tokens]
         if not x.shape[1]:
-            return x.new_empty(0, len(self._embed))
+            return x.new_empty(0, len(self._embed.weight))
         return self._head(self._norm(x))[0]
 
 
