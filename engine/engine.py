@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvstore.admin.control import ControlServer
+from kvstore.blocks.ids import Lineage
 from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector, hold_store
 from kvstore.disk.directory import StoreDirectory
@@ -30,15 +31,16 @@ from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.progress import shown
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import Chats, ChatSession
+from kvstore.engine.sessions.spans import with_spans
 from kvstore.engine.stats import EngineStats
-from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.chat_template import ChatTemplate, Message, without_marks
 from kvstore.engine.text.language import Language, no_parser
 from kvstore.engine.text.prompts import (
     ToolsGiven,
     check_length,
-    check_messages,
     check_owner,
     check_text,
+    checked_messages,
     checked_prompts,
     is_conversation,
     options_of,
@@ -234,13 +236,14 @@ class Engine:
         texts, each = checked_prompts(prompts, params)
         language, options = self.chats.language, options_of(tools)
         template = language.chat_template(options) if texts and all(map(is_conversation, texts)) else None
-        ids = [self._ids(prompt, template) for prompt in texts]
+        made = [self._ids(prompt, template) for prompt in texts]
         parser = no_parser
         if template is not None:
             parser, each = language.parser(options), [language.constrained(params, options) for params in each]
-        bell = Bell(only_ends=True)
-        asked = list(zip(ids, each, strict=True))
-        handles = self.client.submit_all(asked, tenant, cache_salt, priority, listener=bell, parser=parser)
+        bell, before = Bell(only_ends=True), ((), Lineage(self.facts.root(tenant, cache_salt)))
+        asked = [(ids, params) for (ids, _), params in zip(made, each, strict=True)]
+        spliced = [with_spans(self.client, ids, spans, tenant, before)[0] if spans else None for ids, spans in made]
+        handles = self.client.submit_all(asked, tenant, cache_salt, priority, spliced, bell, parser=parser)
         try:
             for handle in handles:
                 bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
@@ -250,12 +253,11 @@ class Engine:
                 self.client.abort(handle)
         return [handle.output for handle in handles]
 
-    def _ids(self, prompt: Any, template: ChatTemplate | None) -> list[int]:
-        """template: for messages."""
+    def _ids(self, prompt: Any, template: ChatTemplate | None) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids, and the ranges of spans in them. template: for messages."""
         if template is None:
-            return prompt_ids(prompt, self.tokenizer, self.facts.vocab_size)
-        check_messages(prompt)
-        return template.prompt_ids(list(prompt))
+            return prompt_ids(prompt, self.tokenizer, self.facts.vocab_size), []
+        return without_marks(template.prompt_ids(template.marked(checked_messages(prompt))))
 
     def chat(
         self,

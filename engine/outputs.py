@@ -22,7 +22,8 @@ class Facts:
     max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
     pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
     and layout where KV outlives the process, else empty. root_secret: of its lineage roots. sampling_defaults: what the
-    model's authors recommend. max_num_seqs: how many sequences run at once.
+    model's authors recommend. max_num_seqs: how many sequences run at once. can_splice: whether KV of any run of tokens
+    can be kept and used elsewhere: there is a CPU tier, and the model has neither states nor windows.
     """
 
     model_name: str
@@ -35,6 +36,7 @@ class Facts:
     root_secret: bytes = field(repr=False)
     sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
     max_num_seqs: int
+    can_splice: bool = False
 
     def root(self, tenant: str, cache_salt: str = "") -> BlockId:
         """The lineage root of this tenant's chains."""
@@ -112,7 +114,8 @@ class Earlier:
 
     num_tokens: of its first ones; ended_s: when that request ended, in seconds since the epoch. miss: what it had of
     the rest, and why that cannot be used; None if it had nothing. heads: digests of the conversation's first
-    messages; None if it is not known. conversation: a digest of the client's name of it; empty for none.
+    messages; None if it is not known. conversation: a digest of the client's name of it; empty for none. begun_s: when
+    work for the prompt itself began, of `time.monotonic()`, if that was before it was submitted.
     """
 
     num_tokens: int = 0
@@ -120,6 +123,7 @@ class Earlier:
     miss: Miss | None = None
     heads: set[bytes] | None = None
     conversation: bytes = b""
+    begun_s: float = 0.0
 
 
 NO_EARLIER = Earlier()

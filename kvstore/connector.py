@@ -173,11 +173,12 @@ class KVConnector(Protocol):
         lineage: Lineage,
         spans: Sequence[tuple[int, int]],
         tenant: str,
-        head: Sequence[int] = (),
+        head: tuple[Sequence[BlockId], Lineage] | None = None,
     ) -> tuple[list[BlockId], Lineage] | None:
         """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed.
 
-        head: tokens of whole blocks, computed, that stand before the spans; none of these is exact then.
+        head: the whole blocks that stand before the spans; none of these is exact then. If a tier does not have them,
+        the answer is None.
         """
         return None
 

@@ -251,7 +251,7 @@ class LocalCore:
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
             config.block_size, block_bytes_in_hbm(model, limits, num_blocks), model.spec.vocab_size,
             self.connector.fingerprint, self.connector.root_secret, loaded.sampling_defaults,
-            limits.max_num_seqs,
+            limits.max_num_seqs, bool(config.tiers.cpu) and states is None and windows is None,
         )  # fmt: skip
         if self._events is not None and holdings is not None:
             self._events.start(holdings)

@@ -66,8 +66,8 @@ class Call(msgspec.Struct, Generic[R], tag=True, array_like=True):
 
 
 class Splice(Call[tuple[list[BlockId], Lineage] | None]):
-    """Make a new chain of these spans [begin, end) of tokens, reusing their KV; None if that is not stored. head: see
-    `KVConnector.splice`.
+    """Make a new chain of these spans [begin, end) of tokens, reusing their KV; None if that is not stored, or the head
+    is not. head: see `KVConnector.splice`.
     """
 
     chain: Sequence[BlockId]
@@ -75,7 +75,7 @@ class Splice(Call[tuple[list[BlockId], Lineage] | None]):
     lineage: Lineage
     spans: Sequence[tuple[int, int]]
     tenant: str
-    head: Sequence[int] = ()
+    head: Spliced | None = None
 
 
 class Prefetch(Call[None]):

@@ -120,7 +120,7 @@ class _Running:
     ) -> None:
         self.handle = handle
         self._texts = [ChoiceText(handle.output, index, params, tokenizer, parser()) for index in range(params.n)]
-        self._arrival_s = time.monotonic()
+        self._arrival_s = handle.earlier.begun_s or time.monotonic()
         self._block_size = block_size
         # By choice: the last piece of a choice that a stop string has ended here, until the core has ended it, too.
         self._held: dict[int, Piece] = {}
@@ -260,23 +260,26 @@ class CoreClient:
         """
         prompts = [(token_ids, params)]
         (handle,) = self.submit_all(
-            prompts, tenant, cache_salt, priority, spliced, listener, turn_starts, parser, earlier
+            prompts, tenant, cache_salt, priority, [spliced], listener, turn_starts, parser, earlier
         )
         return handle
 
     def submit_all(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], tenant: str = "", cache_salt: str = "",
-        priority: int = 0, spliced: Spliced | None = None, listener: Listener | None = None,
+        priority: int = 0, spliced: Sequence[Spliced | None] = (), listener: Listener | None = None,
         turn_starts: Sequence[int] = (), parser: NewParser = no_parser, earlier: Earlier = NO_EARLIER,
     ) -> list[Handle]:  # fmt: skip
-        """`submit` for prompts that share a step if there is room. None is queued when one is wrong."""
+        """`submit` for prompts that share a step if there is room. None is queued when one is wrong. spliced: of each;
+        none if none has one.
+        """
         self.check_open()
         check_owner(tenant, cache_salt, priority)
         facts = self.facts
-        chain, lineage = spliced or ((), Lineage(facts.root(tenant, cache_salt)))
+        bare = ((), Lineage(facts.root(tenant, cache_salt)))
         longest = [_checked(token_ids, params, facts) for token_ids, params in prompts]
         asked, running = list[Submit](), dict[str, _Running]()
-        for (token_ids, params), max_tokens in zip(prompts, longest, strict=True):
+        known = [one or bare for one in spliced or [None] * len(prompts)]
+        for (token_ids, params), max_tokens, (chain, lineage) in zip(prompts, longest, known, strict=True):
             request_id = f"request-{next(self._numbers)}"
             handle = _new_handle(request_id, token_ids, params, max_tokens, listener or Bell())
             handle.earlier = earlier

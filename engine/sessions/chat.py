@@ -1,5 +1,4 @@
-"""A conversation as exact token ids, and its place in the store: each turn's prompt is the ids so far plus what the
-template adds.
+"""A conversation as exact token ids, and its place in the store: a turn's prompt is these and what the template adds.
 
 A turn is durable before its last piece is yielded. When the window is full, the oldest turns are dropped, and the KV of
 the rest is spliced (see `engine/sessions/window.py`). `Chats` opens sessions by their ids, so that callers share one
@@ -14,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -36,6 +36,7 @@ from kvstore.engine.text.prompts import (
     checked_turn,
     messages_of,
     options_of,
+    without_spans,
 )
 from kvstore.engine.turns import Claims, Hold, blocking
 from kvstore.errors import (
@@ -164,8 +165,8 @@ class ChatSession:
         happens.
 
         listener: see `CoreClient.submit`. after_turn: the number of turns that the session must have. recall: gives the
-        prompt of a history, with the ids of the answers in it that are known. Raises SessionBusyError if it has other
-        turns, or while a turn runs on a server that shares the sessions, SessionNotFoundError when the session was
+        prompt of a history, with the ids of known answers, and stand-ins around spans. Raises SessionBusyError if it
+        has other turns, or while a turn runs on a server that shares the sessions, SessionNotFoundError when it was
         deleted, and as `send`.
         """
         with ExitStack() as undo:
@@ -192,25 +193,27 @@ class ChatSession:
         self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None,
         options: AnswerOptions, recall: Recalled | None,
     ) -> OneTurn:  # fmt: skip
-        before, client, language = self.window, self.chats.client, self.chats.language
+        before, client, language, prompt = self.window, self.chats.client, self.chats.language, None
+        template = language.chat_template(options)
         old = max((i for i, m in enumerate(said) if m["role"] in ("system", "assistant")), default=-1) + 1
         if old:
             if self.num_turns:
                 raise RequestError("a session that has turns takes one user message at a time", param="messages")
-            before = before.with_history(said[:old])
-        new, template = said[old:], language.chat_template(options)
+            before = before.with_history(without_spans(said[:old]))
+            history = [*said] if said[0]["role"] == "system" else [*before.system, *said]
+            prompt = template.prompt_ids(template.marked(history)) if recall is None else recall(history)
+        asked, new = template.marked(said[old:]), without_spans(said[old:])
         check_results(new, before.messages)
         following = before.next_turn(
-            client, template, new, params, self.tenant, self.truncation, self.truncation_reuse, options.digest,
-            recall([*before.shown, *new]) if recall is not None and old else None,
-            language.thought_in if options.thinking == "drop" else None,
+            client, template, asked, params, self.tenant, self.truncation, self.truncation_reuse, options.digest,
+            prompt, language.thought_in if options.thinking == "drop" else None,
         )  # fmt: skip
         try:
             starts = following.turn_starts or template.first_start(before.system, following.prompt)
             handle = client.submit(
-                following.prompt, language.constrained(params, options), self.tenant,
-                spliced=(following.chain, following.lineage), listener=listener, turn_starts=starts,
-                parser=language.parser(options), earlier=before.had_of(following, template, new, self.updated_s),
+                following.prompt, language.constrained(params, options), self.tenant, listener=listener,
+                spliced=(following.chain, following.lineage), turn_starts=starts, parser=language.parser(options),
+                earlier=replace(before.had_of(following, template, new, self.updated_s), begun_s=following.begun_s),
             )  # fmt: skip
         except Exception:
             client.forget(following.spliced_blocks(before.lineage))

@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvstore.blocks.ids import extend_chain
+from kvstore.blocks.ids import BlockId, extend_chain
 from kvstore.engine.client.messages import Splice, Spliced
 from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.outputs import Miss
-from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import common_prefix
-from kvstore.engine.sessions.window import Window, spliced_blocks, turn_begins
+from kvstore.engine.sessions.spans import compute
+from kvstore.engine.sessions.window import Window, turn_begins
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_text
 from kvstore.errors import RequestError
@@ -275,7 +275,7 @@ def with_kv(
 def _spliced(before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str) -> Spliced | None:
     """The chain of the ids after the edit, with the KV of what is kept; None if that has to be computed.
 
-    A chain has one splice, so everything up to the last new id is computed, too, to the end of its block.
+    Everything up to the last new id is computed, too, to the end of its block.
     """
     size, limit = client.facts.block_size, client.facts.max_request_tokens
     num_parts = 1 + max((index for index, part in enumerate(parts) if isinstance(part, list)), default=-1)
@@ -290,15 +290,14 @@ def _spliced(before: Window, after: Window, parts: Sequence[Part], client: CoreC
     head = after.token_ids[: num_head + (-num_head % size)]
     if sum(map(_length, spans)) < size or len(head) >= limit:
         return None
-    spliced = client.call(Splice(before.chain, before.token_ids, before.lineage, spans, tenant, head))
-    if spliced is not None and head:
-        try:
-            for _ in client.stream(client.submit(head, SamplingParams(max_tokens=1), tenant)):
-                pass
-        except Exception:
-            client.forget(spliced_blocks(*spliced))
-            raise
-    return spliced
+    behind = None
+    if head and client.facts.can_splice:
+        behind = (list[BlockId](), before.lineage.exact)
+        compute(client, head, tenant, behind)
+        extend_chain(behind[0], before.lineage.root, head, size)
+    elif head:
+        return None
+    return client.call(Splice(before.chain, before.token_ids, before.lineage, spans, tenant, behind))
 
 
 def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) -> tuple[list[Part], list[int]] | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import structs
 
+from kvstore.blocks.ids import SpliceRun
 from kvstore.blocks.records import Loss
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Earlier, Miss
@@ -31,6 +32,7 @@ class Rendering:
     marks: a digest of each message; reasoned: which of them are answers with reasoning. options: see
     `AnswerOptions.digest`. salt: a digest. heads: digests of the first messages that it has had, MANY_HEADS at most;
     all renderings of a conversation share them. ended_s: when its last request ended, in seconds since the epoch.
+    splices: see `Lineage`.
     """
 
     marks: Sequence[bytes] = ()
@@ -39,6 +41,7 @@ class Rendering:
     salt: bytes = b""
     heads: set[bytes] = field(default_factory=set)
     ended_s: float = 0.0
+    splices: tuple[SpliceRun, ...] = ()
 
 
 NO_RENDERING = Rendering()

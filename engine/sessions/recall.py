@@ -19,12 +19,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
-from kvstore.blocks.ids import BlockId
-from kvstore.engine.client.requests import Handle
+from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, chain_of
+from kvstore.engine.client.messages import Spliced
+from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.sessions.spans import with_spans
+from kvstore.engine.text.chat_template import Message, without_marks
+from kvstore.engine.text.histories import history_ids
 from kvstore.engine.text.language import answer_ids
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_length, texts_of
 from kvstore.errors import RequestError
@@ -211,6 +214,8 @@ class Keys:
         if "tool_calls" in shown:
             shown["tool_calls"] = json.dumps([_canonical(call) for call in shown["tool_calls"]], sort_keys=True)
             shown["content"] = shown.get("content") or ""
+        if "reuse" in shown:
+            shown["reuse"] = json.dumps(shown["reuse"])
         parts = [text.encode("utf-8", "surrogatepass") for item in sorted(shown.items()) for text in item]
         return self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 
@@ -220,6 +225,26 @@ class Keys:
 
     def _digest(self, tag: bytes, value: bytes) -> bytes:
         return hmac.digest(self._key, tag + value, "sha256")[:DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class RecalledPrompt:
+    """A history's prompt. turn_starts: where its first turn begins; empty if unknown. earlier: what an earlier request
+    had of it. spans: ranges whose KV may be that of spans; lineage: of the chain that it goes on with.
+    """
+
+    token_ids: list[int]
+    turn_starts: list[int]
+    earlier: Earlier
+    spans: Sequence[tuple[int, int]]
+    lineage: Lineage
+
+    def with_spans(self, client: CoreClient, tenant: str) -> tuple[Spliced, Earlier]:
+        """The chain of its first blocks, with the KV of its spans, which is computed if need be; and `earlier`."""
+        begun_s, size = time.monotonic(), client.facts.block_size
+        known = (chain_of(self.lineage, self.token_ids, size), self.lineage)
+        spliced, _ = with_spans(client, self.token_ids, self.spans, tenant, known)
+        return spliced, replace(self.earlier, begun_s=begun_s)
 
 
 class RecallEngine(Protocol):
@@ -247,18 +272,20 @@ class Recall:
     def prompt(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS,
         conversation: str = "", continues: bool = False,
-    ) -> tuple[list[int], list[int], Earlier]:  # fmt: skip
-        """`prompt_ids`, where the first turn begins in them (empty if unknown), and what an earlier request had.
+    ) -> RecalledPrompt:  # fmt: skip
+        """The prompt of a history, with the ids of the answers in it that are known.
 
         conversation: the client's name of it, or "": of several with the same beginning, it is that one. continues: the
-        last message is an answer that goes on. Raises ContextLengthError, and as `prompt_ids`.
+        last message is an answer that goes on. Raises ContextLengthError, and RequestError when the template refuses.
         """
         check_length(texts_of(messages), self._language.tokenizer, self._client.facts.max_request_tokens)
         keys = Keys(self._client.facts.root(tenant), cache_salt, conversation)
-        ids, earlier = self._prompt(keys, messages, options, continues)
+        made, earlier, splices = self._prompt(keys, messages, options, continues)
+        ids, spans = without_marks(made, _num_plain(made, messages))
         system = [message for message in messages[:1] if message["role"] == "system"]
         starts = self._language.chat_template(options).first_start(system, ids)
-        return ids, starts, replace(earlier, conversation=keys.conversation)
+        lineage = Lineage(self._client.facts.root(tenant, cache_salt), splices)
+        return RecalledPrompt(ids, starts, replace(earlier, conversation=keys.conversation), spans, lineage)
 
     def named(self, tenant: str, cache_salt: str, conversation: str) -> Earlier:
         """Of a prompt that is no history: only the client's name of its conversation is known."""
@@ -267,7 +294,7 @@ class Recall:
     def prompt_ids(
         self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
     ) -> list[int]:
-        """The ids of a history, with those of the answers in it that are known.
+        """The ids of a history, with those of the answers in it that are known, and stand-ins around spans.
 
         Raises RequestError when the template refuses.
         """
@@ -275,7 +302,8 @@ class Recall:
 
     def _prompt(
         self, keys: Keys, messages: list[Message], options: AnswerOptions, continues: bool = False
-    ) -> tuple[list[int], Earlier]:
+    ) -> tuple[list[int], Earlier, tuple[SpliceRun, ...]]:
+        """`prompt_ids`, what an earlier request had of it, and the splices of the conversation that it goes on with."""
         template = self._language.chat_template(options, continues)
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
@@ -290,19 +318,25 @@ class Recall:
         ]
         found = self._answers.find_ids(names) if rest else []
         answers = {index: ids for index, ids in zip(rest, found, strict=True) if ids is not None}
-        recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
-        ids = template.prompt_ids(messages) if recalled is None else recalled
+        shown, splices = template.marked(messages), tuple[SpliceRun, ...]()
+        recalled = history_ids(template, shown, answers, beginning) if answers or beginning else None
+        ids = template.prompt_ids(shown) if recalled is None else recalled
+        if known and known.rendering.splices and ids[: len(known.token_ids)] == list(known.token_ids):
+            most = len(known.token_ids) // self._client.facts.block_size
+            splices = tuple(run for run in known.rendering.splices if run.end <= most)
         if known is not None and known.is_last and recalled is not None:  # it goes on
-            return ids, Earlier(len(known.token_ids) - 1, known.rendering.ended_s, None, known.rendering.heads)
+            rendering = known.rendering
+            return ids, Earlier(len(known.token_ids) - 1, rendering.ended_s, None, rendering.heads), splices
         names_of_each = (
             (*keys.of_history(histories[i]), *_names_of_turn(keys, marks, messages, i)) for i in reversed(answered)
         )
         names_of_all = chain(chain.from_iterable(names_of_each), reversed(keys.requests(marks)))
         likely = self._lines.find_first(names_of_all, marks)
         if likely is None:
-            return ids, Earlier()
+            return ids, Earlier(), splices
         now = Rendering(marks, options=options.digest, salt=keys.tag)
-        return ids, compare(MadePrompt(ids, messages, template), now, likely.token_ids, likely.rendering)
+        prompt = MadePrompt(without_marks(ids, _num_plain(ids, messages))[0], messages, template)
+        return ids, compare(prompt, now, likely.token_ids, likely.rendering), splices
 
     def note(
         self, tenant: str, cache_salt: str, messages: list[Message], output: RequestOutput, session_id: str = "",
@@ -336,6 +370,7 @@ class Recall:
         reasoned = {index for index, message in enumerate(messages) if message.get("reasoning_content")}
         heads = (None if handle is None else handle.earlier.heads) or set(marks[:1])
         requests = keys.requests(marks)[-1:]
+        splices = () if handle is None or handle.lineage is None else handle.lineage.splices
         for choice in output.choices:
             if choice.finish_reason is None or not choice.token_ids:
                 continue
@@ -353,7 +388,7 @@ class Recall:
                 # Ids that its text does not show belong to this conversation only, not to others with the same text.
                 text = "" if self._silent.intersection(said) else choice.content
                 self._answers.put(_names_of_answer(keys, after, message, text), said, owner)
-            rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, heads, time.time())
+            rendering = Rendering([*marks, mark], frozenset(reasoned), digest, keys.tag, heads, time.time(), splices)
             known = KnownConversation(len(told), [*output.prompt_token_ids, *said], owner, rendering)
             self._lines.add(after[0], keys.of_history(before[-1])[0] if before else b"", known, names)
         if any("tool_calls" in choice.message for choice in output.choices):
@@ -364,6 +399,11 @@ class Recall:
         owner = owner_tag(tenant, session_id)
         self._lines.forget_owner(owner)
         return self._answers.forget_owner(owner)
+
+
+def _num_plain(ids: Sequence[int], messages: Sequence[Message]) -> int:
+    """How many of the first ids of these messages certainly have no stand-ins."""
+    return 0 if any("reuse" in message for message in messages) else len(ids)
 
 
 def _names_of_answer(keys: Keys, histories: list[bytes], message: Message, text: str | None) -> list[bytes]:

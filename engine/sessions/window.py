@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 
 from msgspec import structs
 
-from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
-from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.sessions.spans import with_spans
+from kvstore.engine.text.chat_template import ChatTemplate, Message, without_marks
 from kvstore.engine.text.language import answer_ids
 from kvstore.sessions.record import SessionState, TurnRecord
 
@@ -35,9 +36,10 @@ def turn_begins(said: Sequence[Message]) -> list[int]:
 
 
 def spliced_blocks(chain: Sequence[BlockId], lineage: Lineage, *kept: Lineage) -> Sequence[BlockId]:
-    """The blocks that were spliced for this chain; none if one of the lineages `kept` has the same splice."""
-    first = lineage.splice_index
-    return () if first is None or lineage in kept else chain[first:]
+    """The blocks that were spliced for this chain, without those of splices that one of the lineages `kept` has."""
+    known = {run for one in kept for run in one.splices}
+    first = next((run.first for run in lineage.splices if run not in known), None)
+    return () if first is None else chain[first:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class NextTurn:
     system prompt that are not in the prompt. turn_starts: where in the prompt each turn begins, as far as known.
     rebase: the prompt does not continue the previous ids. options: see `Window`. spans: the ranges of the previous ids
     that it begins with, if it leaves some out. thinking: "kept", or "dropped" where the prompt lacks reasoning that the
-    template does not show; None if no answer in the window had any.
+    template does not show; None if no answer in the window had any. reused: ranges of the prompt whose KV is to be that
+    of spans; span_blocks: of their own chains; begun_s: when these were asked for, of `time.monotonic()`.
     """
 
     prompt: list[int]
@@ -61,6 +64,17 @@ class NextTurn:
     options: bytes = b""
     spans: Sequence[tuple[int, int]] = ()
     thinking: str | None = None
+    reused: Sequence[tuple[int, int]] = ()
+    span_blocks: Sequence[BlockId] = ()
+    begun_s: float = 0.0
+
+    def with_reuse(self, client: CoreClient, tenant: str) -> NextTurn:
+        """The same turn with the KV of its spans."""
+        if not self.reused:
+            return self
+        begun_s, known = time.monotonic(), (self.chain, self.lineage)
+        (chain, lineage), span_blocks = with_spans(client, self.prompt, self.reused, tenant, known)
+        return replace(self, chain=chain, lineage=lineage, span_blocks=span_blocks, begun_s=begun_s)
 
     def spliced_blocks(self, *kept: Lineage) -> Sequence[BlockId]:
         return spliced_blocks(self.chain, self.lineage, *kept)
@@ -102,10 +116,11 @@ class Window:
     def record(self, number: int, messages: Sequence[Message], since: Window | None = None, **more: Any) -> TurnRecord:
         """What is stored of a turn that ends so: the ids that come after those of `since`; all of them without that."""
         num_ids, num_blocks = (0, 0) if since is None else (len(since.token_ids), len(since.chain))
+        first, *others = self.lineage.splices or (SpliceRun(0, b"", 0),)
         return TurnRecord(
             number=number, messages=messages, token_ids=self.token_ids[num_ids:], chain=self.chain[num_blocks:],
             base="rebase" if since is None else "append", first_reencoded=self.lineage.splice_index,
-            splice_parent=self.lineage.splice_parent, splice_end=self.lineage.splice_end, turn_starts=self.turn_starts,
+            splice_parent=first.parent, splice_end=first.end, splices=others, turn_starts=self.turn_starts,
             num_dropped_messages=self.num_dropped, created_s=time.time(), options=self.options, **more,
         )  # fmt: skip
 
@@ -143,8 +158,9 @@ class Window:
     ) -> NextTurn:
         """The next prompt, truncated where that makes room for its answer. It may still be too long.
 
-        template: for these options. said: what is new. prompt: its ids after a history, if somebody knows them.
-        find_thought: given if the reasoning that the template does not show is to be dropped.
+        template: for these options. said: what is new, with marks in the place of spans. prompt: its ids after a
+        history, if somebody knows them, with stand-ins. find_thought: given if the reasoning that the template does not
+        show is to be dropped.
         """
         if options != self.options and self.token_ids:  # other tools stand at the head of the prompt
             known = replace(self, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[], options=options)
@@ -156,8 +172,9 @@ class Window:
         if thoughts != []:
             turn = self._without(template, self.num_dropped, said, options, thoughts)
         elif following is not None:
-            starts = self._starts_with(template, self.turn_starts, len(self.token_ids), following)
-            turn = NextTurn(following, self.chain, self.lineage, self.num_dropped, starts, options=options)
+            ids, reused = without_marks(following, len(self.token_ids))
+            starts = self._starts_with(template, self.turn_starts, len(self.token_ids), ids)
+            turn = NextTurn(ids, self.chain, self.lineage, self.num_dropped, starts, options=options, reused=reused)
         else:
             turn = self._rendered(template, self.num_dropped, said, options, prompt)
         window, answer = client.facts.max_request_tokens, params.max_tokens
@@ -168,6 +185,7 @@ class Window:
             turn = self._truncated(client, template, said, turn, thoughts)
         if reuse == "reencode" and turn.spans:
             turn = self._spliced(client, turn, tenant)
+        turn = turn.with_reuse(client, tenant)
         return replace(turn, thinking=self._thinking_of(turn, template, said, find_thought is not None))
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
@@ -190,12 +208,14 @@ class Window:
         prompt: list[int] | None = None,
     ) -> NextTurn:  # fmt: skip
         """Render the whole prompt, unless its ids are known; turn starts are known only for a first turn."""
-        prompt = prompt or template.prompt_ids([*self.kept(num_dropped), *said])
+        prompt, reused = without_marks(prompt or template.prompt_ids([*self.kept(num_dropped), *said]))
         starts: list[int] = []
         if len(self.kept(num_dropped)) == len(self.system):
             starts = template.first_start(self.system, prompt)
         rebase = len(self.messages) > len(self.system)
-        return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase, options=options)
+        return NextTurn(
+            prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase, options=options, reused=reused
+        )
 
     def _starts_with(self, template: ChatTemplate, starts: list[int], num_known: int, prompt: list[int]) -> list[int]:
         """`starts` and the start of the turn that begins after the first `num_known` ids; empty if that is unknown."""
@@ -308,22 +328,24 @@ class Window:
                 spans += [(at, start)] if start > at else []
                 at = max(at, end)
             kept = [token_id for start, end in spans for token_id in self.token_ids[start:end]]
-            prompt = template.following_ids(kept, self.kept(num_dropped), new)
+            following = template.following_ids(kept, self.kept(num_dropped), new)
+            prompt, reused = without_marks(following or (), len(kept))
             moved = [
                 sum(min(end, old) - start for start, end in spans if start < old) for old in self.turn_starts[first:]
             ]
-            starts = [] if prompt is None else self._starts_with(template, moved, len(kept), prompt)
-            if prompt is not None and starts:
+            starts = [] if following is None else self._starts_with(template, moved, len(kept), prompt)
+            if starts:
                 return NextTurn(
-                    prompt, [], self.lineage.exact, num_dropped, starts, rebase=True, options=options, spans=spans
-                )
+                    prompt, [], self.lineage.exact, num_dropped, starts, rebase=True, options=options, spans=spans,
+                    reused=reused,
+                )  # fmt: skip
         return self._rendered(template, num_dropped, new, options)
 
     def _spliced(self, client: CoreClient, turn: NextTurn, tenant: str) -> NextTurn:
         """The same turn with a splice of the KV of what is kept if that is stored; else that is computed.
 
-        A chain has one splice. Where reasoning of the last answer alone goes, behind an earlier splice, what follows is
-        computed: to copy all from that splice on would cost more.
+        It is one splice, of all behind the first token that moves, or behind an earlier splice. Where reasoning of the
+        last answer alone goes, behind an earlier splice, what follows is computed: to copy all would cost more.
         """
         (start, first), *others = turn.spans
         num_whole = 0 if start else first // client.facts.block_size
@@ -337,7 +359,8 @@ def lineage_of(state: SessionState, root: BlockId) -> Lineage:
     """The lineage of a stored session's chain."""
     if state.first_reencoded is None:
         return Lineage(root)
-    return Lineage(root, state.first_reencoded, state.splice_parent, state.splice_end)
+    first = SpliceRun(state.first_reencoded, state.splice_parent, state.splice_end)
+    return Lineage(root, (first, *(SpliceRun(*one) for one in state.splices)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,13 +407,14 @@ class OneTurn:
 
     def record(self, number: int, after: Window) -> TurnRecord:
         """What is stored of it: the ids that it adds, or all ids if they do not continue those before."""
-        output, is_next = self.handle.output, not self.next.rebase and after.lineage == self.before.lineage
+        output, known = self.handle.output, self.before.chain
+        is_next = not self.next.rebase and after.chain[: len(known)] == known
         return after.record(
             number, after.messages if number == 1 else after.messages[-len(self.said) - 1 :],
             self.before if is_next else None, truncated_tokens=self.next.truncated_tokens,
             finish_reason=output.finish_reason or "", usage=_usage(output),
             miss=None if output.usage.miss is None else structs.asdict(output.usage.miss),
-            idempotency_key=self.idempotency_key,
+            idempotency_key=self.idempotency_key, spans=self.next.span_blocks,
         )  # fmt: skip
 
     def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int) -> Sequence[BlockId]:
@@ -400,7 +424,8 @@ class OneTurn:
         before, spliced = self.before, self.next.spliced_blocks
         if is_stored:
             return spliced(before.lineage, self.lineage)
-        return [*(self._own_blocks(block_size) if is_deleted else ()), *spliced(before.lineage)]
+        own = (*self._own_blocks(block_size), *self.next.span_blocks) if is_deleted else ()
+        return [*own, *spliced(before.lineage)]
 
     def _own_blocks(self, block_size: int) -> Sequence[BlockId]:
         """Blocks of this turn alone, not of earlier turns or the system prompt."""

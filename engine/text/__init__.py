@@ -8,6 +8,7 @@ Loads no torch; knows neither sessions nor a store.
   without any
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
 - `grammar`: grammars from what a request wants its answer to match
+- `histories`: the ids of a history that comes as text, around those of known answers
 - `language`: how a model speaks: its template, the parser of its answers, their text, token by token
 - `prompts`: what callers say, checked: prompts, messages, tools, variables of the template, lengths
 - `response_template`: how each family of models writes reasoning and calls: data in `response_templates/`

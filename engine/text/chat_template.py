@@ -33,6 +33,7 @@ MAX_VIEWS = 32  # of one template, by tools and variables
 # A private token before a part that is encoded alone: without it, tokenizers that mark the beginning of a text with a
 # space would mark every part.
 _ANCHOR = "\ue0f0kvstore\ue0f1"
+SPAN_BEGINS, SPAN_ENDS = -1, -2  # stand-ins among ids: no vocabulary has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, text: TextEncoder | None = None, given: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._text = text or TextEncoder(tokenizer)
-        self._given = {key: self._text.hide_controls(value) for key, value in (given or {}).items()}
+        self.text = text or TextEncoder(tokenizer)
+        self._given = {key: self.text.hide_controls(value) for key, value in (given or {}).items()}
         self._delta = cache(self._find_delta)
         self._boundary = cache(self._find_boundary)
         self._views = lru_cache(MAX_VIEWS)(self._view)
@@ -85,7 +86,7 @@ class ChatTemplate:
             raise RequestError(f"{param} is nested too deep", param=param) from None
 
     def _view(self, given: str) -> ChatTemplate:
-        return ChatTemplate(self._tokenizer, self._text, json.loads(given))
+        return ChatTemplate(self._tokenizer, self.text, json.loads(given))
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -93,14 +94,14 @@ class ChatTemplate:
         parameters = {"type": "object", "properties": {_KEY: {"type": "string", "description": _KEY}}}
         function = {"name": _TOOL, "description": _TOOL, "parameters": parameters}
         with suppress(RequestError):
-            return _TOOL in self.using([{"type": "function", "function": function}])._render([_user(_USER)])
+            return _TOOL in self.using([{"type": "function", "function": function}]).render([_user(_USER)])
         return False
 
     @cached_property
     def shows_late_system(self) -> bool:
         """Whether a system message that comes after others is shown, and after them."""
         with suppress(RequestError):
-            rendered = self._render([_user(_USER), {"role": "system", "content": _NEXT}])
+            rendered = self.render([_user(_USER), {"role": "system", "content": _NEXT}])
             return 0 <= rendered.find(_USER) < rendered.find(_NEXT)
         return False
 
@@ -112,21 +113,35 @@ class ChatTemplate:
             return str(error.__cause__ or error).strip().split("\n")[0][:300]
         return None
 
+    def marked(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with marks in the place of their spans; ids that are made of them have stand-ins, see
+        `without_marks`.
+        """
+        return [self._marked(message) if "reuse" in message else message for message in messages]
+
+    def _marked(self, message: Message) -> Message:
+        content, shown, at = content_of(message), "", 0
+        for begin, end in message["reuse"]:
+            shown += self.text.hide_controls(content[at:begin]) + self.text.mark_span(content[begin:end])
+            at = end
+        plain = {name: part for name, part in message.items() if name != "reuse"}
+        return plain | {"content": shown + self.text.hide_controls(content[at:])}
+
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a whole conversation, ready for the assistant's answer. Raises RequestError if the template refuses.
 
         Contents that spell a control token are encoded as text.
         """
-        if not any(self._text.spells_control(_content(m)) for m in messages):
-            return self._text.encode(self._render(messages))
-        contents = {f"kvstorecontent{i}end": _content(m) for i, m in enumerate(messages) if _content(m)}
-        marked = [{**m, "content": _content(m) and f"kvstorecontent{i}end"} for i, m in enumerate(messages)]
-        parts = re.split("(kvstorecontent[0-9]+end)", self._render(marked))
+        if not any(self.text.spells_control(content_of(m)) for m in messages):
+            return self.text.encode(self.render(messages))
+        contents = {f"kvstorecontent{i}end": content_of(m) for i, m in enumerate(messages) if content_of(m)}
+        marked = [{**m, "content": content_of(m) and f"kvstorecontent{i}end"} for i, m in enumerate(messages)]
+        parts = re.split("(kvstorecontent[0-9]+end)", self.render(marked))
         if missing := set(contents) - set(parts):
             raise RequestError(f"the chat template does not show {len(missing)} of the messages", param="messages")
         ids: list[int] = []
         for part in parts:
-            ids += self._text.encode_plain(contents[part]) if part in contents else self._text.encode_part(part)
+            ids += self.text.encode_plain(contents[part]) if part in contents else self.text.encode_part(part)
         return ids
 
     def next_ids(self, token_ids: list[int], messages: list[Message], content: str) -> list[int] | None:
@@ -139,118 +154,43 @@ class ChatTemplate:
         delta = self._delta(messages[0]["role"] == "system")
         if delta is None:
             return None
-        rendered = self._render([*messages, {"role": "user", "content": content}])
-        answer = _content(messages[-1])
+        rendered = self.render([*messages, {"role": "user", "content": content}])
+        answer = content_of(messages[-1])
         for said, shown in product((answer, answer.strip()), (content, content.strip())):  # trimming is not rewriting
             if rendered.endswith(said + delta.before + shown + delta.after):
                 break
         else:
             return None
-        if self._text.spells_control(shown):
-            before, after = self._text.encode_part(delta.before), self._text.encode_part(delta.after)
-            return token_ids + before + self._text.encode_plain(shown) + after
-        return token_ids + self._text.encode_part(delta.before + shown + delta.after)
+        if self.text.spells_control(shown):
+            before, after = self.text.encode_part(delta.before), self.text.encode_part(delta.after)
+            return token_ids + before + self.text.encode_plain(shown) + after
+        return token_ids + self.text.encode_part(delta.before + shown + delta.after)
 
     def following_ids(self, token_ids: list[int], messages: list[Message], said: Sequence[Message]) -> list[int] | None:
         """`next_ids` for any messages: a user's, or results of the calls in the last answer."""
         (first, *others), last = said, messages[-1]
         if first["role"] == "user" and not others and "tool_calls" not in last:
-            return self.next_ids(token_ids, messages, _content(first))
+            return self.next_ids(token_ids, messages, content_of(first))
         if self._delta(messages[0]["role"] == "system") is None:
             return None
         mark = f"kvstore{secrets.token_hex(8)}x"
-        shown = [{**message, "content": self._text.hide_controls(_content(message))} for message in said]
+        shown = [{**message, "content": self.text.hide_controls(content_of(message))} for message in said]
         try:
-            _, *after = self._render([*messages[:-1], {"role": "assistant", "content": mark}, *shown]).split(mark)
+            _, *after = self.render([*messages[:-1], {"role": "assistant", "content": mark}, *shown]).split(mark)
         except RequestError:  # a template may want to see the calls
             return None
-        return token_ids + self._text.encode_part(after[0]) if len(after) == 1 else None
-
-    def history_ids(
-        self, messages: list[Message], answers: Mapping[int, Sequence[int]],
-        known: tuple[int, Sequence[int]] | None = None,
-    ) -> list[int] | None:  # fmt: skip
-        """`prompt_ids` of a history in which some answers keep the ids that the model gave them.
-
-        answers: ids without the end token, by the index of the assistant's message. known: all ids up to the end of the
-        answer with this index; they replace everything before it. If the template shows an answer differently from what
-        the model saw (it drops reasoning, or opens an answer in another way), that answer and everything before it are
-        encoded as text. None if no answer is left.
-        """
-        if self._delta(messages[0]["role"] == "system") is None:
-            return None
-        kept = {known[0]: known[1]} if known else {}
-        kept |= {index: answers[index] for index in sorted(answers) if known is None or index > known[0]}
-        shown = self._shown(messages, kept) if kept else None
-        if shown is None:
-            return None
-        texts, contents = shown
-        first = next(iter(contents))
-        if known and first == known[0]:
-            ids = list(known[1])
-        else:
-            ids = self.prompt_ids(messages[:first]) + list(kept[first])
-        after = [*contents][1:]
-        for text, index in zip(texts[1:], [*after, None], strict=True):
-            ids += self._text.encode_part(text)
-            if index in kept:
-                ids += kept[index]
-            elif index is not None:
-                ids += self._text.encode_plain(contents[index])
-        return ids
-
-    def _shown(
-        self, messages: list[Message], kept: Mapping[int, Sequence[int]]
-    ) -> tuple[list[str], dict[int, str]] | None:
-        """Cut the rendered history at the answers to keep, from the first required one on; None if that is impossible.
-
-        Returns the texts between the cuts, and the contents as the template shows them (it may trim), by their indices.
-        """
-        first = min(kept)
-        spells = self._text.spells_control
-        cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(_content(m)))]
-        nonce = secrets.token_hex(8)  # no content can contain it
-        marked = list(messages)
-        for index in cuts:
-            kept_parts = {"role": "assistant"} if index in kept else messages[index]  # ids stand for calls, too
-            marked[index] = {**kept_parts, "content": f"kvstore{nonce}x{index}end"}
-        try:
-            parts = re.split(f"kvstore{nonce}x([0-9]+)end", self._render(marked))
-        except RequestError:  # a template may want to see the calls
-            return None
-        if parts[1::2] != [str(index) for index in cuts]:
-            return None
-        texts, rendered = parts[::2], self._render(messages)
-        if not rendered.endswith(texts[-1]):
-            return None
-        end = len(rendered) - len(texts[-1])
-        contents: dict[int, str] = {}
-        for number in reversed(range(len(cuts))):
-            index, before = cuts[number], texts[number]
-            if "tool_calls" in messages[index] and index in kept:  # however the template shows them
-                start = rendered.rfind(before, 0, end) + len(before)
-                content = rendered[start:end] if start >= len(before) else None
-            else:
-                content = _content_before(rendered, end, before, _content(messages[index]))
-            if content is None or (index in kept and not before.endswith(self.opening)):
-                break
-            contents[index] = content
-            end -= len(before) + len(content)
-        while contents and next(reversed(contents)) not in kept:
-            contents.popitem()  # everything before the first kept answer is encoded in one piece
-        contents = dict(reversed(contents.items()))
-        return (texts[len(texts) - len(contents) - 1 :], contents) if contents else None
+        return token_ids + self.text.encode_part(after[0]) if len(after) == 1 else None
 
     @cached_property
     def opening(self) -> str:
         """The text that opens the next answer."""
         asked = [{"role": "user", "content": _USER}]
-        return self._render(asked).removeprefix(self._render(asked, opens_answer=False))
+        return self.render(asked).removeprefix(self.render(asked, opens_answer=False))
 
     def opening_with(self, begun: Message) -> str:
         """The text that opens an answer, and what there is of it, as this template continues it."""
         asked = [_user(_USER)]
-        return self._render([*asked, begun]).removeprefix(self._render(asked, opens_answer=False))
+        return self.render([*asked, begun]).removeprefix(self.render(asked, opens_answer=False))
 
     def opens_with(self, has_system: bool) -> str:
         """The text between a user's message and its answer, in a conversation that goes on; "" if that is unknown."""
@@ -260,13 +200,13 @@ class ChatTemplate:
     def opened_ids(self, has_system: bool) -> list[int]:
         """What a prompt opens its answer with and a history does not show of one without reasoning, as "<think>"."""
         delta = self._delta(has_system)
-        return [] if delta is None else self._text.encode_part(delta.after.removeprefix(delta.opening))
+        return [] if delta is None else self.text.encode_part(delta.after.removeprefix(delta.opening))
 
     def hidden_thinking(self, messages: Sequence[Message]) -> list[int]:
         """The answers whose reasoning a prompt does not show, by their index."""
         nonce = secrets.token_hex(8)  # no content can contain it
         marks = {i: f"kvstore{nonce}x{i}end" for i, m in enumerate(messages) if m.get("reasoning_content")}
-        shown = self._render(
+        shown = self.render(
             [m | ({"reasoning_content": marks[i]} if i in marks else {}) for i, m in enumerate(messages)]
         )
         return [index for index, mark in marks.items() if mark not in shown]
@@ -276,25 +216,25 @@ class ChatTemplate:
         boundary = self._boundary(bool(system))
         if boundary is None:
             return None
-        rendered = self._render([*system, {"role": "user", "content": _USER}])
+        rendered = self.render([*system, {"role": "user", "content": _USER}])
         before = rendered[: rendered.index(_USER)]
         head = before[: len(before) - boundary[1]]
-        if not system or not self._text.spells_control(system[0]["content"]):
-            return self._text.encode(head)
+        if not system or not self.text.spells_control(system[0]["content"]):
+            return self.text.encode(head)
         start, content, rest = head.partition(system[0]["content"])
         if not content:
             return None
-        return self._text.encode(start) + self._text.encode_plain(content) + self._text.encode_part(rest)
+        return self.text.encode(start) + self.text.encode_plain(content) + self.text.encode_part(rest)
 
     def message_of_last(self, messages: Sequence[Message], token_ids: Sequence[int]) -> int | None:
         """The message that the last of these first ids of their prompt belongs to; None if it stands before all, or if
         that cannot be told. What the template adds counts as the end of the message before.
         """
         nonce = secrets.token_hex(8)  # no content can contain it
-        marked = [{**m, "content": f"kvstore{nonce}x{i}end{_content(m)}"} for i, m in enumerate(messages)]
+        marked = [{**m, "content": f"kvstore{nonce}x{i}end{content_of(m)}"} for i, m in enumerate(messages)]
         (shown,) = self._tokenizer.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         try:
-            first, *parts = re.split(f"kvstore{nonce}x([0-9]+)end", self._render(marked))
+            first, *parts = re.split(f"kvstore{nonce}x([0-9]+)end", self.render(marked))
         except RequestError:
             return None
         found, start = None, len(first)
@@ -312,7 +252,7 @@ class ChatTemplate:
     def end_ids(self, has_system: bool) -> list[int] | None:
         """The ids that the template adds after an answer, before the next turn."""
         boundary = self._boundary(has_system)
-        return None if boundary is None else self._text.encode_part(boundary[0])
+        return None if boundary is None else self.text.encode_part(boundary[0])
 
     def _find_boundary(self, has_system: bool) -> tuple[str, int] | None:
         """The text that closes an answer, and the number of characters that open a turn: the common end of what comes
@@ -322,42 +262,42 @@ class ChatTemplate:
         if delta is None:
             return None
         system = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
-        rendered = self._render([*system, {"role": "user", "content": _USER}])
+        rendered = self.render([*system, {"role": "user", "content": _USER}])
         first = rendered[: rendered.index(_USER)]
         count = 0
         while count < min(len(first), len(delta.before)) and first[-count - 1] == delta.before[-count - 1]:
             count += 1
-        count = min(self._text.whole_tokens(first, count), self._text.whole_tokens(delta.before, count))
+        count = min(self.text.whole_tokens(first, count), self.text.whole_tokens(delta.before, count))
         return delta.before[: len(delta.before) - count], count
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of a part of an answer, as plain text that continues what is before it."""
-        return self._text.encode_plain(text)
+        return self.text.encode_plain(text)
 
     def _find_delta(self, has_system: bool) -> TurnDelta | None:
         """Compare the render of a first prompt with that of a second one that contains it."""
         history = [*([{"role": "system", "content": "kvstoresystem"}] if has_system else []), _user(_USER)]
         longer = [*history, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-        first, (head, *rest) = self._render(history), self._render(longer).split(_ANSWER)
+        first, (head, *rest) = self.render(history), self.render(longer).split(_ANSWER)
         # The prompt may open the answer with more than a history shows of it, such as "<think>".
         if not first.startswith(head) or len(rest) != 1 or rest[0].count(_NEXT) != 1:
             return None
         before, after = rest[0].split(_NEXT)
         return TurnDelta(before, after, head[head.index(_USER) + len(_USER) :])
 
-    def _render(self, messages: Sequence[Message], opens_answer: bool = True) -> str:
+    def render(self, messages: Sequence[Message], opens_answer: bool = True) -> str:
         return self._apply([self._shown_message(message) for message in messages], opens_answer)
 
     def _shown_message(self, message: Message) -> Message:
         """A message as templates expect it. What people wrote beside contents becomes no control token."""
-        shown = {key: self._text.hide_controls(value) for key, value in message.items() if value and key != "content"}
+        shown = {key: self.text.hide_controls(value) for key, value in message.items() if value and key != "content"}
         if "reasoning_content" in shown and "reasoning_content" not in str(self._tokenizer.chat_template):
             shown["thinking"] = shown.pop("reasoning_content")
         if "tool_calls" in shown:
             shown["tool_calls"] = [self._shown_call(call) for call in shown["tool_calls"]]
         if "tool_call_id" in shown:
             shown["tool_call_id"] = self._shown_id(shown["tool_call_id"])
-        return shown | {"content": _content(message)}
+        return shown | {"content": content_of(message)}
 
     def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A call with its arguments as the template takes them; clients give the text of a JSON object."""
@@ -412,21 +352,26 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def _content(message: Message) -> str:
+def content_of(message: Message) -> str:
     """Null beside calls counts as empty."""
     return message.get("content") or ""
 
 
-def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
-    """How the template shows a content that ends at `end` and follows `before`."""
-    for shown in (content, content.strip()):
-        start = end - len(shown)
-        if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
-            return shown
-    return None
-
-
 # -- text to ids -----------------------------------------------------------------------------------------------------
+def without_marks(ids: Sequence[int], num_plain: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
+    """The ids without stand-ins, and the ranges [begin, end) of the spans in them. num_plain: so many have none."""
+    plain, spans = list(ids[:num_plain]), list[tuple[int, int]]()
+    begin = 0
+    for token_id in ids[num_plain:]:
+        if token_id >= 0:
+            plain.append(token_id)
+        elif token_id == SPAN_BEGINS:
+            begin = len(plain)
+        else:
+            spans.append((begin, len(plain)))
+    return plain, spans
+
+
 class TextEncoder:
     """Encodes with one tokenizer. Template text may contain its control tokens; people's text may not."""
 
@@ -473,14 +418,25 @@ class TextEncoder:
     def _spelled(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, sorted(self._controls, key=len, reverse=True))))
 
+    def mark_span(self, text: str) -> str:
+        """A mark that `encode` makes the ids of this text of, between two stand-ins: it is encoded alone, so its ids
+        are the same wherever it stands. See `without_marks`.
+        """
+        return f"{self._mark}{text.encode('utf-8', 'surrogatepass').hex()}span" if text else ""
+
     def encode(self, text: str) -> list[int]:
-        """Ids of template text, and of control tokens hidden in it as text."""
+        """Ids of template text, of control tokens hidden in it as text, and of spans."""
         if self._mark not in text:
             return _ids(self._backend, text)
-        first, *rest = re.split(f"{self._mark}([0-9]+)end", text)
+        first, *rest = re.split(f"{self._mark}(?:([0-9]+)end|([0-9a-f]+)span)", text)
         ids = _ids(self._backend, first)
-        for index, part in zip(rest[::2], rest[1::2], strict=True):
-            ids += self.encode_plain(self._controls[int(index)]) + self.encode_part(part)
+        for index, span, part in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            if span is None:
+                ids += self.encode_plain(self._controls[int(index)])
+            else:
+                content = bytes.fromhex(span).decode("utf-8", "surrogatepass")
+                ids += [SPAN_BEGINS, *self.encode_plain(content), SPAN_ENDS]
+            ids += self.encode_part(part)
         return ids
 
     def encode_part(self, text: str) -> list[int]:
@@ -492,6 +448,8 @@ class TextEncoder:
     def encode_plain(self, text: str) -> list[int]:
         if not text:
             return []
+        if self._mark in text:  # of a content with spans, whose control tokens are hidden
+            return self.encode_part(text)
         return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
 
 

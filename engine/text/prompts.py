@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -45,11 +45,19 @@ class CallIn(msgspec.Struct):
     type: str = "function"
 
 
+class _SaidPart(msgspec.Struct):
+    """reuse: its KV may be that of the same text elsewhere; see `kvstore.engine.sessions.spans`."""
+
+    type: Literal["text"]
+    text: str
+    reuse: Literal["reencode"] | None = None
+
+
 class _SaidMessage(msgspec.Struct):
     """What must be so of a message; a template may know other fields."""
 
     role: str
-    content: str | None = None
+    content: str | list[_SaidPart] | None = None
     reasoning_content: str | None = None
     tool_calls: list[CallIn] | None = None
     tool_call_id: str = ""
@@ -83,12 +91,33 @@ def is_conversation(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raises RequestError unless all have the fields that they need, of the right types."""
+def checked_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages with their contents as texts; see `joined`. Raises RequestError unless all have the fields that they
+    need, of the right types.
+    """
     try:
-        msgspec.convert(messages, list[_SaidMessage])
+        said = msgspec.convert(messages, list[_SaidMessage])
     except msgspec.ValidationError as error:
         raise RequestError(f"messages: {str(error).replace('`', '').replace('$', '')}", param="messages") from None
+    contents = (
+        joined((part.text, part.reuse) for part in one.content) if isinstance(one.content, list) else {} for one in said
+    )
+    return [{**message, **content} for message, content in zip(without_spans(messages), contents, strict=True)]
+
+
+def joined(parts: Iterable[tuple[str, str | None]]) -> dict[str, Any]:
+    """The content of a message as one text; with "reuse", if some parts have that: where these are, in characters."""
+    texts, spans, length = list[str](), list[tuple[int, int]](), 0
+    for text, reuse in parts:
+        texts.append(text)
+        spans += [(length, length + len(text))] if reuse else []
+        length += len(text)
+    return {"content": "".join(texts), **({"reuse": spans} if spans else {})}
+
+
+def without_spans(messages: Sequence[Message]) -> list[Message]:
+    """The messages as a transcript has them."""
+    return [{name: part for name, part in message.items() if name != "reuse"} for message in messages]
 
 
 def check_params(params: object) -> None:
@@ -217,8 +246,7 @@ def messages_of(said: str | Sequence[Message]) -> Sequence[Message]:
         return [{"role": "user", "content": said}]
     if not is_conversation(said):
         raise RequestError(f"the message is {said!r}; give a text, or a list of messages", param="messages")
-    check_messages(said)
-    return said
+    return checked_messages(said)
 
 
 def check_results(said: Sequence[Message], before: Sequence[Message]) -> None:

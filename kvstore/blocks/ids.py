@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BlockId = bytes  # 32 bytes, names a block's content by its whole history
 
@@ -73,30 +74,66 @@ def state_chain(block_id: BlockId, num_blocks: int, block_size: int) -> list[Blo
     return chain[1:]
 
 
+class SpliceRun(NamedTuple):
+    """Blocks [first, end) of a chain, which a splice made: they hold reused KV and exist only as it made them. parent:
+    what the first is built on, instead of the block before it.
+    """
+
+    first: int
+    parent: BlockId
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What a chain is built on: its root, and where a splice stands in it.
-
-    splice_index: the first block that a splice made, None for a chain without one. It is built on `splice_parent`
-    instead of the block before it. Blocks [splice_index, splice_end) hold reused KV and exist only as the splice made
-    them; those after are computed on top of it.
+    """What a chain is built on: its root, and where splices stand in it, in order. Blocks behind a splice are computed
+    on top of it.
     """
 
     root: BlockId
-    splice_index: int | None = None
-    splice_parent: BlockId = b""
-    splice_end: int = 0
+    splices: tuple[SpliceRun, ...] = ()
+
+    @property
+    def splice_index(self) -> int | None:
+        """The first block that a splice made, None for a chain without one."""
+        return self.splices[0].first if self.splices else None
+
+    @property
+    def splice_end(self) -> int:
+        """Behind the last block that a splice made."""
+        return self.splices[-1].end if self.splices else 0
 
     def parent(self, chain: Sequence[BlockId], index: int) -> BlockId:
         """Parent id of block `index`."""
-        if index == self.splice_index:
-            return self.splice_parent
+        for run in self.splices:
+            if index == run.first:
+                return run.parent
         return chain[index - 1] if index else self.root
+
+    def spliced(self, run: SpliceRun) -> "Lineage":
+        """The same with one more splice."""
+        return Lineage(self.root, (*self.splices, run))
 
     @property
     def exact(self) -> "Lineage":
-        """The same without the splice."""
+        """The same without splices."""
         return Lineage(self.root)
+
+
+def chain_of(lineage: Lineage, token_ids: Sequence[int], block_size: int) -> list[BlockId]:
+    """The ids of the full blocks of these tokens, at least those up to the last splice."""
+    chain = list[BlockId]()
+    for run in lineage.splices:
+        extend_chain(chain, lineage.root, token_ids[: run.first * block_size], block_size)
+        first = token_ids[run.first * block_size : (run.first + 1) * block_size]
+        chain.append(child_block_id(run.parent, token_bytes(first)))
+    extend_chain(chain, lineage.root, token_ids, block_size)
+    return chain
+
+
+def span_root(root: BlockId) -> BlockId:
+    """The root of chains of spans, which stand alone, of the owner with this root. No computed chain has it."""
+    return hmac.new(root, b"spans", hashlib.sha256).digest()
 
 
 def splice_parent_id(secret: bytes, last_exact: BlockId, sources: Sequence[tuple[BlockId, int, int]]) -> BlockId:

@@ -31,8 +31,8 @@ def forget(
     new = [_without(turn, edits) for turn in old]
     payloads = [tables.encode_turn(turn, key) for turn in (*new, after)]
     was_named, title = _title(head, turns), _title(head, [*kept, *new])
-    needed = {block_id for turn in (*kept, after) for block_id in turn.chain}
-    gone = {block_id for turn in old for block_id in turn.chain} - needed
+    needed = {block_id for turn in (*kept, after) for block_id in turn.block_ids}
+    gone = {block_id for turn in old for block_id in turn.block_ids} - needed
     doomed = tables.unshared(view, gone, number)
     deletion = tables.next_number(view, DELETION, TOMBSTONES)
     tables.put_tombstone(view, Tombstone(deletion, key, tuple(sorted(doomed))))
@@ -56,7 +56,7 @@ def _without(turn: TurnRecord, edits: Sequence[MessageEdit]) -> TurnRecord:
         turn, messages=[message for message in said if message is not None],
         edits=[replace(edit, index=edit.index - by) for edit, by in zip(others, moved, strict=True)],
         token_ids=(), chain=(), base="rebase", first_reencoded=None, splice_parent=b"", splice_end=0, turn_starts=(),
-        num_dropped_messages=0, miss=None,
+        num_dropped_messages=0, miss=None, splices=(), spans=(),
     )  # fmt: skip
 
 

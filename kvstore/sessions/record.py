@@ -104,8 +104,9 @@ class TurnRecord(Record, frozen=True):
     number: from 1. messages: what the turn adds to the transcript. base "append": `token_ids` follow the session's
     earlier ones, and `chain` has the blocks that have become full since; "rebase" (after a truncation, or when a
     template rewrote history): both are complete, as of the end of this turn. first_reencoded: index of the first
-    re-encoded block in the complete chain; splice_parent, splice_end: see `kvstore.blocks.ids.Lineage`. turn_starts:
-    where in the complete token ids each turn that is left in the window begins, as far as it is known.
+    re-encoded block in the complete chain; splice_parent, splice_end: see `kvstore.blocks.ids.SpliceRun`; splices: the
+    runs after that first one. turn_starts: where in the complete token ids each turn that is left in the window begins,
+    as far as it is known. spans: blocks of the chains of spans whose KV this turn has reused.
     num_dropped_messages: of all messages after the system prompt, how many are no longer in the window.
     truncated_tokens: dropped by this turn. miss: why it computed what an earlier turn had, if it did. idempotency_key:
     the request's; no two turns of a session have the same. options: a digest of the tools and variables that the ids in
@@ -130,12 +131,19 @@ class TurnRecord(Record, frozen=True):
     idempotency_key: str | None = None
     options: bytes = b""
     edits: Sequence[MessageEdit] = ()
+    splices: Sequence[tuple[U32, Id, U32]] = ()
+    spans: Sequence[Id] = ()
 
     def __post_init__(self) -> None:
         structs.force_setattr(self, "messages", tuple(dict(message) for message in self.messages))
         structs.force_setattr(self, "usage", dict(self.usage))
-        for name in ("token_ids", "chain", "turn_starts", "edits"):
+        for name in ("token_ids", "chain", "turn_starts", "edits", "splices", "spans"):
             structs.force_setattr(self, name, tuple(getattr(self, name)))
+
+    @property
+    def block_ids(self) -> Sequence[BlockId]:
+        """The blocks that it refers to."""
+        return *self.chain, *self.spans
 
     @property
     def system(self) -> tuple[Message, ...]:
@@ -164,6 +172,7 @@ class SessionState:
     truncated_tokens: int = 0  # by all turns up to this one
     options: bytes = b""
     miss: dict[str, Any] | None = None
+    splices: Sequence[tuple[int, BlockId, int]] = ()
 
 
 @disk_records.stored
@@ -222,7 +231,7 @@ def replay(head: SessionHead, turns: Sequence[TurnRecord]) -> SessionState:
         return state
     return replace(
         state, first_reencoded=turns[-1].first_reencoded, splice_parent=turns[-1].splice_parent,
-        splice_end=turns[-1].splice_end, turn_starts=turns[-1].turn_starts,
+        splice_end=turns[-1].splice_end, splices=turns[-1].splices, turn_starts=turns[-1].turn_starts,
         num_dropped_messages=turns[-1].num_dropped_messages, options=turns[-1].options,
         miss=None if turns[-1].messages else turns[-1].miss,
         truncated_tokens=sum(turn.truncated_tokens for turn in turns),

@@ -259,7 +259,7 @@ def entries_of(head: SessionHead, turns: Sequence[TurnRecord]) -> dict[Place, by
 
 def entries_of_turn(number: int, turn: TurnRecord) -> dict[Place, bytes]:
     """number: of its session."""
-    entries = {(REFS, block_id + be64(number)): b"" for block_id in turn.chain}
+    entries = {(REFS, block_id + be64(number)): b"" for block_id in turn.block_ids}
     if turn.idempotency_key is not None:
         place = request_key(number, turn.idempotency_key)
         entries[REQUESTS, place] = seal(REQUESTS, place, pack(turn.number))
@@ -407,7 +407,7 @@ def _known_blocks(view: View, number: int) -> set[BlockId]:
     """The session's blocks: from its turns, or, if those cannot be read, from all references."""
     try:
         head = head_of(view, number, "session")
-        return {block_id for turn in read_turns(view, head, head.num_turns) for block_id in turn.chain}
+        return {block_id for turn in read_turns(view, head, head.num_turns) for block_id in turn.block_ids}
     except StoreError:
         mine = (place for place, _ in view.scan(REFS) if place[BLOCK_ID_BYTES:] == be64(number))
         return {place[:BLOCK_ID_BYTES] for place in mine}

@@ -48,8 +48,9 @@ block, so that a hole is closed at the next turn.
 
 Truncation keeps KV by splices: runs of tokens copied within the arena, at token granularity, by an I/O thread. The
 first spliced block is built on an HMAC of its sources, so no computed chain can meet it; ids after it build on that.
-When a part of it is missing, the whole splice is given up, and the kept tokens are computed under their exact chain.
-Re-encoded KV has attended to dropped tokens: it is approximate, counted, and never mixed with exact hits.
+A chain may have several splices, with computed blocks in between. When a part of one is missing, all are given up,
+and the tokens are computed under their exact chain. Re-encoded KV has attended to other tokens: it is approximate,
+counted, and never mixed with exact hits.
 
 The control plane has one lock, taken by the connector's verbs. Workers never take it and never call back: they put
 what they finished into queues, and `poll()` collects it once a step. Every queue is bounded.

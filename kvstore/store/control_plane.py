@@ -382,18 +382,26 @@ class KVStore:
         return losses.why(block_id, since_s, disk is not None or believed is not None)
 
     def splice(
-        self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes, head: Sequence[int] = ()
-    ) -> tuple[list[BlockId], Lineage] | None:
+        self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes,
+        head: tuple[Sequence[BlockId], Lineage] | None = None,
+    ) -> tuple[list[BlockId], Lineage] | None:  # fmt: skip
         """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest must be computed."""
         can_splice = self.cpu.keep and (self.stored.has_windows or not self.stored.num_state_blocks)
+        if head is not None and head[0]:
+            can_splice = can_splice and self.stored.holds(head[0][-1])
         planned = plan_chain(old, spans, self.stored, secret, head) if can_splice else None
         if planned is None:
             return None
         conversation = self._conversation_of(old.chain)
         if not self.splicer.start(planned.blocks, conversation):
             return None
-        if conversation is not None:
+        if conversation is not None and planned.lineage.root == old.lineage.root:
             self.steering.move(conversation, planned.chain)
+        elif conversation is not None:  # a span stays where it is, and has come back
+            self.steering.end_request(self.steering.arrive(old.chain, None, is_stored=True), old.chain)
+            self.cpu.touch(old.chain, conversation)
+            if self.disk is not None:
+                self.disk.contents.touch(old.chain, conversation)
         return planned.chain, planned.lineage
 
     def prefetch(self, content: ChainContent) -> None:

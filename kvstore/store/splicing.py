@@ -15,10 +15,9 @@ from kvstore.blocks.ids import (
     TOKEN_BYTES,
     BlockId,
     Lineage,
+    SpliceRun,
     child_block_id,
-    extend_chain,
     splice_parent_id,
-    token_bytes,
 )
 from kvstore.blocks.records import BlockRecord, SplicedState, WindowRun
 from kvstore.memory.tier import ArenaBlockState, CpuTier
@@ -55,28 +54,30 @@ class Spliced:
 
 
 def plan_chain(
-    old: ChainContent, spans: Sequence[tuple[int, int]], stored: StoredBlocks, secret: bytes, head: Sequence[int] = ()
-) -> Spliced | None:
+    old: ChainContent, spans: Sequence[tuple[int, int]], stored: StoredBlocks, secret: bytes,
+    head: tuple[Sequence[BlockId], Lineage] | None = None,
+) -> Spliced | None:  # fmt: skip
     """The chain of the kept `spans` of old tokens, as far as full blocks can be made. None if nothing can be reused.
 
-    Its first blocks, before any token that moved and before an earlier splice, are the old ones: a chain has one
-    splice. Or they are computed, of the tokens in `head`, which fill whole blocks. If layers have windows, it ends
-    where these can be made of what is stored, and must have no such head.
+    Its first blocks, before any token that moved and before an earlier splice, are the old ones. Or they are those of
+    `head`, which may have splices of its own. If layers have windows, it ends where these can be made of what is
+    stored, and must have no such head.
     """
     size = stored.block_size
-    planned = plan_splice(spans, size, len(old.chain), 0 if head else old.lineage.splice_index)
+    planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index if head is None else 0)
     new_blocks = planned.blocks[: _num_with_windows(old, planned, stored)]
-    if not new_blocks or (head and stored.num_state_blocks):
+    if not new_blocks or (head is not None and stored.num_state_blocks):
         return None
     pieces = [one for block in new_blocks for one in block.pieces]
     sources = {one.source_block: stored.record(old, one.source_block) for one in pieces}
     reused = [(sources[one.source_block].block_id, one.source_offset, one.length) for one in pieces]
-    chain = old.chain[: planned.num_exact_blocks]
-    extend_chain(chain, old.lineage.root, head, size)
-    parent = splice_parent_id(secret, chain[-1] if chain else old.lineage.root, reused)
+    chain, before, tokens = old.chain[: planned.num_exact_blocks], old.lineage.exact, b""
+    if head is not None:
+        chain, before, tokens = list(head[0]), head[1], bytes(len(head[0]) * size * TOKEN_BYTES)  # nobody reads these
+    parent = splice_parent_id(secret, chain[-1] if chain else before.root, reused)
     first, end = len(chain), len(chain) + len(new_blocks)
-    tokens = token_bytes(head) + b"".join(old.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES] for start, stop in spans)
-    new = ChainContent(chain, tokens, Lineage(old.lineage.root, first, parent, end), old.tenant)
+    tokens += b"".join(old.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES] for start, stop in spans)
+    new = ChainContent(chain, tokens, before.spliced(SpliceRun(first, parent, end)), old.tenant)
     blocks, states = list[NewBlock](), list[NewBlock]()
     for index, block in enumerate(new_blocks, start=first):
         start = index * size * TOKEN_BYTES

@@ -485,13 +485,13 @@ class StoredBlocks:
         return self._reads is None or arena_block not in self._reads
 
     def claim(self, chain: Sequence[BlockId], lineage: Lineage, conversation: Conversation) -> None:
-        """Give what is stored of a chain the conversation's value, including the head in front of a splice."""
-        index = lineage.splice_index
+        """Give what is stored of a chain the conversation's value, including what stands in front of splices."""
+        firsts = [run.first for run in lineage.splices if 0 < run.first < len(chain)]
         for tier in (self._cpu, self._disk):
             if tier is not None:
                 tier.claim(chain, conversation)
-                if index and index < len(chain):
-                    tier.link(chain[index], chain[index - 1])
+                for first in firsts:
+                    tier.link(chain[first], chain[first - 1])
 
     def claim_states(self, content: Restorable, conversation: Conversation) -> None:
         """Give the conversation's value to its states, each of which ends a branch; to the last of them last."""

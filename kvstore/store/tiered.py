@@ -167,7 +167,7 @@ class TieredConnector:
         lineage: Lineage,
         spans: Sequence[tuple[int, int]],
         tenant: str,
-        head: Sequence[int] = (),
+        head: tuple[Sequence[BlockId], Lineage] | None = None,
     ) -> tuple[list[BlockId], Lineage] | None:
         content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import MOST_ASKED
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, without_marks
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import num_chars_of
 from kvstore.service.api.exchange import Context, context_of, tenant_of
@@ -194,7 +194,7 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
 def _chat_ids(language: Language, messages: list[Message]) -> list[int]:
     if language.template is None:
         raise bad_request("messages", language.why_no_chat, "no_chat_template")
-    return language.template.prompt_ids(messages)
+    return without_marks(language.template.prompt_ids(language.template.marked(messages)))[0]
 
 
 ROUTES = (

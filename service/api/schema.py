@@ -22,7 +22,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kvstore.engine.outputs import Miss, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, CallIn, check_chars, in_order_of_calls
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, CallIn, check_chars, in_order_of_calls, joined
 from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice, Tools, constraint_of, options_of
 from kvstore.service.api.exchange import Context, context_of
 from kvstore.service.api.naming import Naming
@@ -93,11 +93,14 @@ def near_misses(name: str, known: Iterable[str]) -> list[str]:
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message. Only {"type": "text", "text": ...} is supported."""
+    """A part of a message. Only {"type": "text", "text": ...} is supported. reuse: with "reencode" its KV may be
+    that of the same text elsewhere.
+    """
 
     type: str
     text: str | None = None
     prompt_cache_breakpoint: Breakpoint | None = None
+    reuse: str | None = None
 
 
 def breakpoints_in(contents: Iterable[object]) -> list[Breakpoint]:
@@ -236,7 +239,7 @@ def message_of(message: MessageIn, param: str) -> Message:
     calls = message.tool_calls if role == "assistant" else None
     if message.content is None and not calls:
         raise bad_request(f"{param}.content", f"{param}.content is missing", "missing")
-    said: Message = {"role": role, "content": text_of(message.content or "", f"{param}.content")}
+    said: Message = {"role": role, **said_content(message.content or "", f"{param}.content")}
     if calls:
         said["tool_calls"] = [_call_of(call, f"{param}.tool_calls[{index}]") for index, call in enumerate(calls)]
     if role == "assistant" and message.reasoning_content:
@@ -260,17 +263,24 @@ def _call_of(call: CallIn, param: str) -> dict[str, Any]:
 
 
 def text_of(content: str | Sequence[ContentPart], param: str) -> str:
+    text: str = said_content(content, param)["content"]
+    return text
+
+
+def said_content(content: str | Sequence[ContentPart], param: str) -> Message:
+    """The content of a message; see `joined`. Raises ApiError 400 that names the path."""
     if isinstance(content, str):
-        return content
-    texts = []
+        return {"content": content}
     for index, part in enumerate(content):
         if part.type not in ("text", "input_text", "output_text"):
             kind, where = part.type[:40], f"{param}[{index}]"
             raise bad_request(where, f"{where} is of the type {kind!r}; only text is supported", "unsupported_content")
         if part.text is None:
             raise bad_request(f"{param}[{index}].text", f"{param}[{index}].text is missing", "missing")
-        texts.append(part.text)
-    return "".join(texts)
+        if part.reuse not in (None, "reencode"):
+            where = f"{param}[{index}].reuse"
+            raise bad_request(where, f"{where} is {part.reuse[:40]!r}; give reencode, or leave it out")
+    return joined((part.text or "", part.reuse) for part in content)
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class Book:
             lineage, keys = request.lineage, bytearray()
             self.roots.add(lineage.root)
             if lineage.splice_index is not None:
-                self.roots.add(lineage.splice_parent)
+                self.roots.update(run.parent for run in lineage.splices)
                 for block_id in request.chain[: lineage.splice_end]:
                     keys += self.blocks[block_id]
             self._stories[request.request_id] = (lineage, keys)

@@ -129,7 +129,7 @@ class People:
         else:
             chain, lineage = found
             keys = b"".join(talk.keys[first * TOKEN_BYTES : last * TOKEN_BYTES] for first, last in spans)
-            sim.book.roots.add(lineage.splice_parent)
+            sim.book.roots.update(run.parent for run in lineage.splices)
             for index, block_id in enumerate(chain):
                 content = keys[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES]
                 sim.book.name(block_id, lineage.parent(chain, index), content)

@@ -15,7 +15,7 @@ from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions, check_effort, 
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolIn, flat_options_of
 from kvstore.service.api.pinning import seconds_of
-from kvstore.service.api.schema import CachedTokens, ContentPart, Sampling, Stop, text_of, usage_object
+from kvstore.service.api.schema import CachedTokens, ContentPart, Sampling, Stop, said_content, text_of, usage_object
 from kvstore.service.http.errors import ApiError, bad_request
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -240,17 +240,17 @@ def _said(message: MessageParam, param: str) -> Iterator[Message]:
     if role == "assistant":
         yield _answer_of(content, param)
         return
-    texts = list[str]()
+    texts = list[Block]()
     for index, block in enumerate(content):
         if block.type == "text":
-            texts.append(block.text or "")
+            texts.append(block)
             continue
         if texts:
-            yield {"role": role, "content": "".join(texts)}
+            yield {"role": role, **said_content(texts, f"{param}.content")}
             texts.clear()
         yield _result_of(block, f"{param}.content[{index}].content")
     if texts or not content:
-        yield {"role": role, "content": "".join(texts)}
+        yield {"role": role, **said_content(texts, f"{param}.content")}
 
 
 def _check_block(block: Block, role: str, param: str) -> None:
@@ -266,8 +266,10 @@ def _check_block(block: Block, role: str, param: str) -> None:
 
 def _result_of(block: Block, param: str) -> Message:
     """No chat template has a word for a call that failed, so its text says so."""
-    text = text_of(block.content or "", param)
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
+    said = said_content(block.content or "", param)
+    if block.is_error:
+        said = {"content": f"Error: {said['content']}"}
+    return {"role": "tool", "tool_call_id": block.tool_use_id, **said}
 
 
 def _answer_of(blocks: Sequence[Block], param: str) -> Message:

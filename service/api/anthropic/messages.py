@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, without_marks
 from kvstore.engine.text.prompts import num_chars_of
 from kvstore.engine.turns import Turn
 from kvstore.service.api.anthropic import message_schema as schema
@@ -138,7 +138,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 
     def counted() -> web.Response:
         ids = context.recall.prompt_ids(tenant, body.cache_salt or "", said, options)
-        return json_response(schema.TokenCount(len(ids)))
+        return json_response(schema.TokenCount(len(without_marks(ids)[0])))
 
     with context.limits.admit(tenant):
         return await context.engine.call_with_text(num_chars, counted)

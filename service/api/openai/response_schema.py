@@ -21,7 +21,7 @@ from kvstore.service.api.schema import (
     Sampling,
     breakpoints_in,
     message_of,
-    text_of,
+    said_content,
     usage_object,
 )
 from kvstore.service.api.sessions.turns import TurnResult
@@ -435,8 +435,8 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
     if kind == "message":
         said.append(message_of(MessageIn(item.role or "", item.content), param))
     elif kind == "function_call_output":
-        text = text_of(item.output or "", f"{param}.output")
-        said.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        output = said_content(item.output or "", f"{param}.output")
+        said.append({"role": "tool", **output, "tool_call_id": item.call_id})
     elif kind == "compaction":
         if not (item.encrypted_content or "").startswith(COMPACTED):
             raise bad_request(f"{param}.encrypted_content", f"{param} is no compaction of this server; leave it out")

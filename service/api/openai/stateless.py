@@ -89,7 +89,7 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
     engine, params, messages, options = context.engine, history.params, history.messages, history.options
     language, continues = engine.engine.chats.language, history.continues
     with context.limits.admit(history.tenant, params.num_sequences):
-        prompt, turn_starts, earlier = await engine.call_with_text(
+        made = await engine.call_with_text(
             num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options,
             history.conversation, continues,
         )  # fmt: skip
@@ -99,9 +99,12 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
             param = params.structured_outputs.param
             message = f"{param} is about a whole answer, and continue_final_message asks for the rest of one"
             raise RequestError(f"{message}; leave one of them out", param=param)
+        spliced, earlier = None, made.earlier
+        if made.spans or made.lineage.splices:
+            spliced, earlier = await engine.call(made.with_spans, engine.engine.client, history.tenant)
         handle = await engine.submit(
-            turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts,
-            parser=language.parser(options, messages[-1] if continues else None), earlier=earlier,
+            turn, made.token_ids, params, history.tenant, history.salt, history.priority, spliced, made.turn_starts,
+            language.parser(options, messages[-1] if continues else None), earlier,
         )  # fmt: skip
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from kvstore.engine.sessions.edits import Directives, EditResult, Place, message_id
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.prompts import texts_of
+from kvstore.engine.text.prompts import texts_of, without_spans
 from kvstore.engine.turns import ending
 from kvstore.errors import ContextLengthError, SessionNotFoundError
 from kvstore.service.api import schema
@@ -312,7 +312,7 @@ def _shown(
 async def import_session(request: web.Request) -> web.Response:
     """Nothing is computed: the next turn reads the whole history."""
     context, body = context_of(request), await read_body(request, ImportBody)
-    said = schema.messages_of(body.messages)
+    said = without_spans(schema.messages_of(body.messages))
     schema.check_chars_of(context, texts_of(said))
     key = SessionKey(tenant_of(request), await turns.new_session_id(context, request, "/sessions"))
     head = await context.engine.call(_import, context, key, _exchanges(said), body)

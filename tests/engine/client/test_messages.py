@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore import SamplingParams, errors
-from kvstore.blocks.ids import Lineage
+from kvstore.blocks.ids import Lineage, SpliceRun
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import (
     Answered,
@@ -39,10 +39,10 @@ from kvstore.errors import (
 )
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
-LINEAGE = Lineage(b"r" * 32, 2, b"p" * 32, 5)
+LINEAGE = Lineage(b"r" * 32, (SpliceRun(2, b"p" * 32, 5), SpliceRun(7, b"q" * 32, 9)))
 RESULTS = [
-    (Splice([b"b" * 32], [1, 2], LINEAGE, [(0, 1), (2, 9)], "tenant", [7, 8]), ([b"c" * 32], LINEAGE)),
-    (Splice([], [], LINEAGE, [], "", []), None),
+    (Splice([b"b" * 32], [1, 2], LINEAGE, [(0, 1), (2, 9)], "tenant", ([b"h" * 32], LINEAGE)), ([b"c" * 32], LINEAGE)),
+    (Splice([], [], LINEAGE, [], ""), None),
     (EvictBlocks(Evict(block_ids=frozenset([b"b" * 32]), to_bytes=7)), {"hbm": Evicted(1, 2)}),
     (Pin([b"b" * 32], None, float("inf")), None),
     (Flush([b"b" * 32], 9.5), 3),

@@ -49,12 +49,13 @@ class Client:
     def send(self, *said, options=NO_OPTIONS, salt="", params=None, reasoning=""):
         """The output. reasoning: which the answer is taken to begin with."""
         self.messages += [{"role": "user", "content": one} if isinstance(one, str) else one for one in said]
-        prompt, starts, earlier = self.recall.prompt(self.tenant, salt, self.messages, options, self.name)
+        made = self.recall.prompt(self.tenant, salt, self.messages, options, self.name)
         language = self.engine.chats.language
         params = language.constrained(params or greedy(20), options)
         handle = self.engine.submit(
-            prompt, params, self.tenant, salt, turn_starts=starts, parser=language.parser(options), earlier=earlier
-        )
+            made.token_ids, params, self.tenant, salt, turn_starts=made.turn_starts, parser=language.parser(options),
+            earlier=made.earlier,
+        )  # fmt: skip
         list(self.engine.stream(handle))
         output = handle.output
         if reasoning:

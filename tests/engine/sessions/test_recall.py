@@ -8,6 +8,7 @@ import pytest
 
 from kvstore import AnswerOptions, Engine, SamplingParams
 from kvstore.engine.sessions.recall import Keys, KnownConversation, Lines, Recall
+from kvstore.engine.text.histories import history_ids
 from kvstore.errors import RequestError
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, assistant, make, user
 from tests.support.engines import greedy, open_engine, save_model, settle
@@ -161,7 +162,7 @@ def test_agents_that_were_told_the_same_words_in_other_tokens_each_get_their_own
             ("agents", "ada", whole), ("agents", "eve", single), ("agents", "new", single), ("agents", "", single),
             ("others", "ada", whole), ("others", "eve", whole),
         ):  # fmt: skip
-            prompt, _, _ = one.prompt(tenant, "", messages, conversation=name)
+            prompt = one.prompt(tenant, "", messages, conversation=name).token_ids
             assert prompt[before : before + len(ids)] == ids, (tenant, name)
 
 
@@ -230,7 +231,7 @@ def test_an_answer_that_ends_with_a_space_keeps_its_ids_in_a_session_too(builtin
     ids = [*template.prompt_ids(messages[:1]), 50, 51]
     following = template.next_ids(ids, messages, "ok")
     assert following[: len(ids)] == ids
-    assert following == template.history_ids([*messages, user("ok")], {1: [50, 51]})
+    assert following == history_ids(template, [*messages, user("ok")], {1: [50, 51]})
 
 
 # -- templates --------------------------------------------------------------------------------------------------------
@@ -248,8 +249,8 @@ def test_turn_by_turn_is_all_at_once(text, system):
             known, question = (len(messages) - 1, ids + said), random_.choice([*TEXTS, "<|im_end|><|eot_id|> x "])
             ids = template.next_ids(ids + said, messages, question)
             messages.append(user(question))
-            assert template.history_ids(messages, answers) == ids
-            assert template.history_ids(messages, {}, known) == ids
+            assert history_ids(template, messages, answers) == ids
+            assert history_ids(template, messages, {}, known) == ids
 
 
 def test_an_answer_whose_reasoning_is_dropped_is_encoded_as_text_with_all_before_it():
@@ -257,26 +258,26 @@ def test_an_answer_whose_reasoning_is_dropped_is_encoded_as_text_with_all_before
     messages = [user("a"), assistant("one"), user("b"), assistant("<think>x</think>\ntwo"), user("c")]
     messages += [assistant("three"), user("d")]
     answers = {1: [1, 2], 3: [3, 4], 5: [5, 6]}
-    recalled = template.history_ids(messages, answers)
+    recalled = history_ids(template, messages, answers)
     before = template.prompt_ids(messages[:5])
     assert recalled[: len(before) + 2] == [*before, 5, 6]
-    assert template.history_ids(messages[:5], {1: [1, 2], 3: [3, 4]}) is None
-    assert template.history_ids(messages[:5], {}, (3, [9, 9])) is None
+    assert history_ids(template, messages[:5], {1: [1, 2], 3: [3, 4]}) is None
+    assert history_ids(template, messages[:5], {}, (3, [9, 9])) is None
 
 
 def test_a_template_that_moves_the_system_prompt_gets_nothing_else_than_text():
     template = make(MISTRAL)
     messages = [{"role": "system", "content": "s"}, user("a"), assistant("one"), user("b")]
-    assert template.history_ids(messages, {2: [1, 2]}) is None
-    assert template.history_ids(messages[1:], {1: [1, 2]}) is not None
+    assert history_ids(template, messages, {2: [1, 2]}) is None
+    assert history_ids(template, messages[1:], {1: [1, 2]}) is not None
 
 
 def test_an_answer_that_is_opened_otherwise_than_it_was_is_text():
     opened = CHATML.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\n<think>\n' }}{% endif")
-    assert make(opened).history_ids([user("a"), assistant("one"), user("b")], {1: [1, 2]}) is None
+    assert history_ids(make(opened), [user("a"), assistant("one"), user("b")], {1: [1, 2]}) is None
     numbered = CHATML.replace("m.role + '\n'", "m.role + (loop.index | string if messages | length > 3 else '') + '\n'")
     messages = [user("a"), assistant("one"), user("b"), assistant("two"), user("c")]
-    assert make(numbered).history_ids(messages, {1: [1, 2], 3: [3]}) is None
+    assert history_ids(make(numbered), messages, {1: [1, 2], 3: [3]}) is None
 
 
 # -- what is cached ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.blocks.ids import Lineage, extend_chain
+from kvstore.blocks.ids import Lineage, SpliceRun, extend_chain
 from kvstore.engine.client.messages import Pin
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
@@ -30,7 +30,7 @@ KEY, NEW = SessionKey("tenant", "red"), SessionKey("tenant", "new")
 FINGERPRINT = b"f" * 32
 SIZE = 4
 ROOT = Lineage(b"r" * 32)
-SPLICED = Lineage(b"r" * 32, 1, b"p" * 32, 2)
+SPLICED = Lineage(b"r" * 32, (SpliceRun(1, b"p" * 32, 2),))
 SYSTEM = [{"role": "system", "content": "be brief"}]
 SAID = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
@@ -207,9 +207,12 @@ def test_the_window_of_a_stored_session_is_of_its_model_alone(one, sessions, cor
     first = make_turn("red", 1)
     commit(one, 1, messages=[system, *first.messages])
     commit(one, 2, 3, 4)
-    commit(one, 5, first_reencoded=1, splice_parent=b"p" * 32, splice_end=2, turn_starts=[2, 5])
+    commit(
+        one, 5, first_reencoded=1, splice_parent=b"p" * 32, splice_end=2, splices=[(3, b"q" * 32, 5)],
+        turn_starts=[2, 5],
+    )  # fmt: skip
     state, root = sessions.load(KEY), core.facts.root("tenant")
-    lineage = Lineage(root, 1, b"p" * 32, 2)
+    lineage = Lineage(root, (SpliceRun(1, b"p" * 32, 2), SpliceRun(3, b"q" * 32, 5)))
     assert lineage_of(state, root) == lineage
     window = Window.of(state, core)
     assert (window.token_ids, window.chain, window.lineage) == (state.token_ids, state.chain, lineage)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvstore.blocks.ids import Lineage
+from kvstore.blocks.ids import Lineage, SpliceRun
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Lookup, Match
 from kvstore.tiers.port import AS_HINT, AT_ONCE, rank_of_request
@@ -301,7 +301,7 @@ def test_what_was_passed_by_the_frontier_is_read_last_if_blocks_in_use_build_on_
 def test_a_spliced_chain_is_loaded_as_a_whole_or_not_at_all(made):
     bench = made(64, load_s=1.0, compute_s=0.001)
     request = bench.request(10)
-    request.lineage = Lineage(ROOT, 0, ROOT, 10)
+    request.lineage = Lineage(ROOT, (SpliceRun(0, ROOT, 10),))
     bench.arrive(request)
     assert len(bench.io.queued) == 10 and bench.match(request).lookup is Lookup.PENDING
     bench.read()

@@ -5,7 +5,7 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from kvstore.blocks.ids import child_block_id, extend_chain
+from kvstore.blocks.ids import Lineage, SpliceRun, child_block_id, extend_chain
 from kvstore.memory.tier import ArenaBlockState
 from kvstore.store.splicing import CHUNK_BLOCKS, Splicer, plan_chain
 from tests.support.store.prefetch_bench import SIZE, Bench
@@ -117,13 +117,17 @@ def test_ids_are_those_of_the_cut_and_of_the_store(made):
     assert not set(first.chain) & set(third.chain)
 
 
-def test_a_computed_head_stands_before_the_spans(made):
+def test_another_head_stands_before_the_spans(made):
     """Its blocks have the ids that they are computed under; behind it, all is copied, also what was a head before."""
     old, head = made.talk(5), list(range(900, 900 + 2 * SIZE))
     computed = []
     extend_chain(computed, old.lineage.root, head, SIZE)
-    planned = plan_chain(old, [(0, 5), (9, 17)], made.stored, SECRET, head)
-    assert planned.chain[:2] == computed and (planned.lineage.splice_index, planned.lineage.splice_end) == (2, 5)
+    behind = (computed, Lineage(old.lineage.root, (SpliceRun(0, b"p" * 32, 1),)))
+    planned = plan_chain(old, [(0, 5), (9, 17)], made.stored, SECRET, behind)
+    assert planned.chain[:2] == computed and planned.lineage.splices[0] == (0, b"p" * 32, 1)
+    assert planned.lineage.splices[1][::2] == (2, 5) and planned.lineage.splice_end == 5
+    parents = [one.records[0].parent_id for one in planned.blocks]
+    assert parents == [planned.lineage.parent(planned.chain, index) for index in (2, 3, 4)]
     assert made.splicer.start(planned.blocks, None)
     for arena_block in made.run_tasks():
         made.cpu.release(arena_block)
@@ -131,7 +135,7 @@ def test_a_computed_head_stands_before_the_spans(made):
     tokens = memoryview(bytes(old.tokens)).cast("I").tolist()
     copied = [token for one in planned.chain[2:] for token in made.tokens_of(made.cpu.arena_block_of(one))]
     assert copied == (tokens[:5] + tokens[9:17])[: 3 * SIZE]
-    other = plan_chain(old, [(0, 5), (9, 17)], made.stored, SECRET, head[:SIZE])
+    other = plan_chain(old, [(0, 5), (9, 17)], made.stored, SECRET, (computed[:1], old.lineage))
     assert not set(other.chain[1:]) & set(planned.chain)
 
 
