@@ -144,6 +144,7 @@ class Branch:
     prompt: Sequence[int]
     right: Sequence[int] = ()
     losses: list[float] = field(default_factory=list)  # - log p of each token of the right answer
+    predicted: torch.Tensor | None = None  # [len(right), vocab_size]: log p of every token in its place
     said: list[int] = field(default_factory=list)  # the greedy answer
 
 
@@ -176,7 +177,8 @@ class Branches:
         nexts = [0] * len(self.branches)
         for row, branch in enumerate(self.branches):
             last = first + len(branch.prompt) - 1
-            branch.losses = losses_of(logits[last : last + len(branch.right)], branch.right) if branch.right else []
+            branch.predicted = logits[last : last + len(branch.right)].log_softmax(-1)
+            branch.losses = [-float(row[token]) for row, token in zip(branch.predicted, branch.right, strict=True)]
             nexts[row] = int(logits[last].argmax())
             first = last + 1 + len(branch.right)
         while running := [row for row in every if self._say(row, nexts[row])]:

@@ -234,6 +234,7 @@ class Engine:
         completions, or AnswerOptions. Raises RequestError or ContextLengthError before anything runs, if one is wrong.
         """
         texts, each = checked_prompts(prompts, params)
+        check_owner(tenant, cache_salt, priority)
         language, options = self.chats.language, options_of(tools)
         template = language.chat_template(options) if texts and all(map(is_conversation, texts)) else None
         made = [self._ids(prompt, template) for prompt in texts]

@@ -209,7 +209,7 @@ def test_tenants_and_salts_share_no_span(engine):
     for owner in ({"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}, {}):
         made, before = counters(engine)["spliced"], num_of(engine)
         out = generated(engine, asked, **owner)
-        assert num_of(engine) - before >= 2, "the span is computed for this owner"
+        assert num_of(engine) == before + 3, "the span is computed for this owner, and what stands before it"
         assert counters(engine)["spliced"] > made and cached(out)[3] > 0
         before = num_of(engine)
         assert generated(engine, asked, **owner).token_ids == out.token_ids and num_of(engine) == before + 1
@@ -308,10 +308,11 @@ class Client:
         self.messages.append({"role": "user", **_joined(asking(*parts)["content"])})
         if not self.messages[-1]["reuse"]:
             del self.messages[-1]["reuse"]
-        made, spliced, earlier = self.recall.prompt("", "", self.messages), None, None
+        made = self.recall.prompt("", "", self.messages)
         spliced, earlier = made.with_spans(self.engine.client, "")
         handle = self.engine.submit(made.token_ids, PARAMS, spliced=spliced, earlier=earlier)
         list(self.engine.stream(handle))
+        assert handle.output.timings.arrival_s == earlier.begun_s, "the time for its spans is the request's"
         self.recall.note("", "", self.messages, handle.output, handle=handle)
         self.messages.append({"role": "assistant", "content": handle.output.text})
         return handle.output
