@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain, span_root
 from kvstore.engine.client.messages import Splice, Spliced
 from kvstore.engine.client.requests import CoreClient
+from kvstore.engine.outputs import Earlier
 from kvstore.engine.sampling_params import SamplingParams
 
 LEAST_BLOCKS = 8  # of a span to reuse: below that, a splice takes longer than it saves
@@ -45,7 +46,7 @@ def with_spans(
         made = client.call(splice)
         for ids, spliced_ids in ((token_ids[: first * size], head), (source, ([], Lineage(root)))):
             if made is None:  # one of them is not stored, the head more often
-                compute(client, ids, tenant, spliced_ids)
+                compute(client, ids, tenant, spliced_ids, source_chain[-1])
                 made = client.call(splice)
         if made is None:
             break
@@ -55,8 +56,13 @@ def with_spans(
     return spliced, own
 
 
-def compute(client: CoreClient, token_ids: Sequence[int], tenant: str, spliced: Spliced) -> None:
-    """Compute the KV of these ids, and wait for that. spliced: the chain of their first blocks."""
+def compute(
+    client: CoreClient, token_ids: Sequence[int], tenant: str, spliced: Spliced, together: bytes = b""
+) -> None:
+    """Compute the KV of these ids, and wait for that. spliced: the chain of their first blocks. together: of several
+    engines, new chains with the same go to one.
+    """
     if token_ids:
-        for _ in client.stream(client.submit(list(token_ids), SamplingParams(max_tokens=1), tenant, spliced=spliced)):
+        params, earlier = SamplingParams(max_tokens=1), Earlier(conversation=together)
+        for _ in client.stream(client.submit(list(token_ids), params, tenant, spliced=spliced, earlier=earlier)):
             pass

@@ -125,6 +125,14 @@ def test_a_conversation_stays_where_it_was(shared):
         assert now == rank and found.hbm > 0 and found.disk == 0
 
 
+def test_new_conversations_come_to_the_engine_that_has_their_document(shared):
+    document = {"type": "text", "text": "Seven lamps and a letter. " * 40, "reuse": "reencode"}
+    for number in range(6):
+        asked = [{"type": "text", "text": f"{number} times, read this: "}, document, {"type": "text", "text": "Well?"}]
+        usage = shared.generate([[{"role": "user", "content": asked}]], greedy(2))[0].usage
+        assert usage.cached_tokens_details.reencoded > 200, number
+
+
 def test_counters_add_up(shared):
     shared.generate(PROMPTS, greedy(4))
     shared.flush()

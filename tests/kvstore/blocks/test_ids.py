@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blocks import ids as block
-from kvstore.blocks.ids import BLOCK_ID_BYTES, child_block_id, extend_chain, lineage_root, token_bytes
+from kvstore.blocks.ids import (
+    BLOCK_ID_BYTES,
+    Lineage,
+    SpliceRun,
+    child_block_id,
+    extend_chain,
+    lineage_root,
+    span_root,
+    token_bytes,
+)
 
 SECRET = bytes(range(32))
 ROOT = lineage_root(SECRET, "model-a", "tenant", "salt")
@@ -117,3 +126,29 @@ def test_half_a_surrogate_pair_is_a_salt_like_any_other():
 def test_two_owners_have_one_root_only_when_they_are_one(tenant_a, salt_a, tenant_b, salt_b):
     roots_equal = lineage_root(SECRET, "m", tenant_a, salt_a) == lineage_root(SECRET, "m", tenant_b, salt_b)
     assert roots_equal == ((tenant_a, salt_a) == (tenant_b, salt_b))
+
+
+def test_each_splice_of_a_chain_has_a_parent_of_its_own():
+    tokens, runs = list(range(45)), (SpliceRun(1, b"p" * 32, 3), SpliceRun(3, b"q" * 32, 4), SpliceRun(7, b"r" * 32, 9))
+    lineage = Lineage(b"l" * 32)
+    for run in runs:
+        lineage = lineage.spliced(run)
+    assert lineage.splices == runs and (lineage.splice_index, lineage.splice_end) == (1, 9)
+    chain = block.chain_of(lineage, tokens, 4)
+    plain = block.chain_of(lineage.exact, tokens, 4)
+    assert (
+        len(chain) == len(plain) == 11 and [a == b for a, b in zip(chain, plain, strict=True)] == [True] + [False] * 10
+    )
+    parents = [lineage.parent(chain, index) for index in range(11)]
+    expected = [lineage.root, *chain[:10]]
+    for run in runs:
+        expected[run.first] = run.parent
+    assert parents == expected
+    parts = [token_bytes(tokens[4 * index : 4 * index + 4]) for index in range(11)]
+    assert chain == [child_block_id(parent, part) for parent, part in zip(parents, parts, strict=True)]
+
+
+def test_spans_have_a_root_of_each_owner():
+    roots = [lineage_root(b"s", "model", tenant, salt) for tenant in ("a", "b") for salt in ("", "x")]
+    spans = [span_root(root) for root in roots]
+    assert len({*roots, *spans}) == 8 and spans == [span_root(root) for root in roots]
