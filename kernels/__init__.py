@@ -2,6 +2,7 @@
 
 - `attention`: paged attention: which implementation computes it, by device and by what is installed; in torch
 - `exact12`: the lossless codec of stored bfloat16, in C or numpy; loads no torch
+- `int8`: the lossy codec of stored bfloat16, in C or numpy; loads no torch
 - `kv`: moves keys and values, and rotates keys: a step's into the paged cache, blocks between arena and cache
 - `paged_batch`: one step's layout for attention, on the host and on the device, and small tensors on their way there
 - `reference`: plain twins of the kernels, which the tests compare with

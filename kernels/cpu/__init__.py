@@ -6,6 +6,7 @@ Without a compiler, torch operations do the same.
 - `block_copy`: copies blocks between arena and HBM in one pass (`copy.c`)
 - `masks.c`: token masks; `kernels/token_masks.py` binds it
 - `exact12.c`: the lossless codec of stored bfloat16; `kernels/exact12.py` binds it
+- `int8.c`: the lossy codec of stored bfloat16; `kernels/int8.py` binds it
 - `layer`: norms, and products if the CPU multiplies bfloat16 (`layer.c`)
 - `native`: compiles the C code of this folder once, if there is a compiler
 - `states`: short convolutions and the gated delta rule of layers with a state (`states.c`)

@@ -18,7 +18,7 @@ from typing import Any
 
 SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "masks.c", "states.c", "threads.c")
 HEADERS = ("vectors.h", "tiles.h", "team.h")
-CODEC_SOURCES = ("exact12.c",)
+CODEC_SOURCES = ("exact12.c", "int8.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared", "-std=gnu11")
 _COMPILE_S = 60.0
 

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvstore.kernels import exact12
+from kvstore.kernels import exact12, int8
 from kvstore.kernels.cpu import native
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
@@ -27,5 +27,5 @@ def no_compiler() -> Iterator[None]:
 
 
 def _forget() -> None:
-    for found in (native.library, native.codec_library, exact12.compiled):
+    for found in (native.library, native.codec_library, exact12.compiled, int8.compiled):
         found.cache_clear()
