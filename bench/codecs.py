@@ -1,9 +1,9 @@
 """What does each codec of stored KV save, what does it cost, and what would a lossy one change?
 
 In three parts. rates: size and speed of blocks in memory, one thread, beside memcpy. quality: what the model says of
-the rest of a conversation whose first part was quantised: int8 and int4, an experiment that the store does not have.
-Keys by channel in groups of 64 tokens, as they are stored or rotated; values by token and head; each group with a
-minimum and a scale in 16 bits (as KIVI and KVQuant do). ttft: a returning turn after a restart, from the disk, with
+the rest of a conversation whose first part was quantised: with int8 as the store does it, and with int8 and int4 as
+KIVI and KVQuant do: keys by channel in groups of 64 tokens, as they are stored or rotated; values by token and head;
+each group with a minimum and a scale in 16 bits. ttft: a returning turn after a restart, from the disk, with
 the page cache warm and cold, the codecs in turns.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from bench.builtin_model.batches import Encoder
 from bench.builtin_model.conversations import Conversation, Turn
@@ -30,18 +31,22 @@ from bench.common import Report, Row, alternate, arguments, median, run, say, sp
 from bench.tiers import records_of, timed
 from bench.truncation import Branch, Branches, Memory, kept_facts, losses_of
 from bench.ttft import Bench, Person, Plan
+from kvstore.blocks.ids import quantised_id
+from kvstore.blocks.records import BlockRecord
 from kvstore.config import CODEC_NAMES
 from kvstore.disk import codec
 from kvstore.disk.check import DATA_FILE
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.probe import intercept
-from kvstore.kernels import exact12
+from kvstore.kernels import exact12, int8
 from kvstore.memory.layout import LayerShape
 
 GROUP = 64  # tokens that share a channel's minimum and scale
 SCALE_BITS = 16  # of a minimum, and of a scale
-LOSSY = {f"int{bits}, keys {where}": (bits, where == "raw") for bits in (8, 4) for where in ("raw", "rotated")}
+STORED = "int8, as stored"
+LOSSY = {STORED: (8, True)}
+LOSSY |= {f"int{bits}, keys {where}": (bits, where == "raw") for bits in (8, 4) for where in ("raw", "rotated")}
 LONGEST = 840  # tokens of a conversation; questions and answers follow
 PARTS = ("rates", "quality", "ttft")
 ROLES = ("user", "assistant")
@@ -116,15 +121,17 @@ Way = tuple[Callable[[bytes], Any], Callable[[Any, np.ndarray], object], bool]
 
 def ways(blocks: Sequence[bytes]) -> dict[str, Way]:
     """By name: what encodes a block, what decodes it into memory, and whether that gives the same bits."""
-    record, found = records_of(1, seed=1)[0], dict[str, Way]()
+    exact, found = records_of(1, seed=1)[0], dict[str, Way]()
     for name, chosen in codec.CODECS.items():
-        found[name] = (
-            partial(codec.encode, record, codec=chosen),
-            lambda value, into: codec.decode_into(value, record, into.data),
-            True,
-        )  # fmt: skip
+        is_exact = chosen is not codec.Codec.INT8
+        record = exact if is_exact else replace(exact, block_id=quantised_id(exact.block_id))
+        found[name] = (partial(codec.encode, record, codec=chosen), partial(_decode, record), is_exact)
     found["exact12 alone"] = (lambda block: exact12.encode(np.frombuffer(block, np.uint8)), exact12.decode, True)
     return found
+
+
+def _decode(record: BlockRecord, value: bytes, into: np.ndarray) -> object:
+    return codec.decode_into(value, record, into.data)
 
 
 def rates(times: dict[str, list[float]], num_bytes: int) -> dict[str, float | None]:
@@ -176,6 +183,20 @@ def by_channel(key: torch.Tensor, bits: int) -> torch.Tensor:  # [num_tokens, nu
     return grouped(key.float().unflatten(0, (-1, GROUP)), bits, 1).flatten(0, 1).to(key.dtype)
 
 
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """x as it comes back from `kvstore.kernels.int8`, but for the rounding to bfloat16 before."""
+    groups = x.float().reshape(-1, int8.GROUP)
+    step = torch.exp2(groups.abs().amax(1, keepdim=True).clamp_min(1e-30).log2().floor() - 6)
+    return ((groups / step).round().clamp(-127, 127) * step).reshape(x.shape).to(x.dtype)
+
+
+def as_held(whole: Memory, num_tokens: int) -> Memory:
+    """A memory of the first tokens with the store's int8."""
+    layers = [(as_stored(key[:num_tokens]), as_stored(value[:num_tokens])) for key, value in whole.layers]
+    kept = Memory(whole.model, whole.token_ids[:num_tokens], whole.positions[:num_tokens], layers)
+    return kept.keep([(0, num_tokens)], num_tokens, rotate=True)
+
+
 def quantised(whole: Memory, num_tokens: int, bits: int, is_raw: bool) -> Memory:
     """A memory of the first tokens, a multiple of GROUP, with keys quantised before they are rotated or afterwards."""
     layers = [
@@ -209,7 +230,8 @@ def measure(model: PositionFreeModel, speech: Speech, made: Conversation, seed: 
     whole = Memory(model)
     whole.read(history)
     arms = {EXACT: whole.keep([(0, num_coded)], num_coded, rotate=True)}
-    arms |= {name: quantised(whole, num_coded, *how) for name, how in LOSSY.items()}
+    arms |= {STORED: as_held(whole, num_coded)}
+    arms |= {name: quantised(whole, num_coded, *how) for name, how in LOSSY.items() if name != STORED}
     logits = {name: memory.read(rest) for name, memory in arms.items()}
     exact = logits[EXACT].log_softmax(-1)
     for name, quality in found.items():
@@ -252,6 +274,7 @@ def bench_quality(report: Report, model_name: str | None, num_conversations: int
 def show_quality(report: Report, found: dict[str, Quality], shape: LayerShape) -> None:
     for name, one in found.items():
         ratio = None if name == EXACT else part_of_bfloat16(LOSSY[name][0], shape.key_dim, shape.value_dim)
+        ratio = (8 + 8 / int8.GROUP) / 16 if name == STORED else ratio
         if one.losses:
             report.add(
                 part="quality", codec=name, ratio=ratio, same_top=sum(one.same) / len(one.same),

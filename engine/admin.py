@@ -163,7 +163,7 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint == self._client.facts.fingerprint:  # else its KV is of another model
             lineage = lineage_of(state, self._client.facts.root(tenant))
-            self._client.call(Prefetch(state.chain, state.token_ids, lineage, tenant))
+            self._client.call(Prefetch(lineage.with_copies(state.chain), state.token_ids, lineage, tenant))
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
         """Keep this session's KV longer than other KV, for so many seconds from now; 0 ends the pin.
@@ -180,7 +180,8 @@ class Admin:
         if state is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint == self._client.facts.fingerprint:
-            self.pin_chain(state.chain, seconds, tenant)
+            lineage = lineage_of(state, self._client.facts.root(tenant))
+            self.pin_chain(lineage.with_copies(state.chain), seconds, tenant)
             with self._chats.lock:
                 self._pins.pop(state.head.key, None)
                 self._pins[state.head.key] = (time.time() + seconds, self._client.life)

@@ -145,6 +145,8 @@ class EngineConfig:
         if self.policy in EVICTIONS:
             raise ConfigError("policy", f"{self.policy!r}, an order of eviction", {"eviction": self.policy})
         check_settings(self)
+        if self.tiers.codec == "int8" and self.data_parallel_size > 1:
+            raise ConfigError("codec", "int8, but several engines share the disk", "give exact12 or raw")
         if self.num_processes > 1 and self.device.startswith("cuda:"):
             value = f"{self.device}, but each of {self.num_processes} processes needs its own"
             raise ConfigError("device", value, "give cuda")

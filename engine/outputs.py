@@ -45,13 +45,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokensDetails:
-    """Prompt tokens that were not computed, by the tier that held their block when the request arrived."""
+    """Prompt tokens that were not computed, by the tier that held their block when the request arrived. quantised:
+    those of a chain that begins with quantised copies, counted under their tiers, too.
+    """
 
     hbm: int = 0
     cpu: int = 0
     disk: int = 0
     remote: int = 0
     reencoded: int = 0
+    quantised: int = 0
 
     @property
     def total(self) -> int:
@@ -60,7 +63,7 @@ class CachedTokensDetails:
     def __add__(self, other: "CachedTokensDetails") -> "CachedTokensDetails":
         return CachedTokensDetails(
             self.hbm + other.hbm, self.cpu + other.cpu, self.disk + other.disk, self.remote + other.remote,
-            self.reencoded + other.reencoded,
+            self.reencoded + other.reencoded, self.quantised + other.quantised,
         )  # fmt: skip
 
 

@@ -219,6 +219,8 @@ class SamplingParams:
     beam_width: how many beams there are; None: n. length_penalty: an answer's score is the sum of its logprobs /
     length ** length_penalty. temperature must be 0 or 1 then, which are the same, and whatever else would change
     logits or the end must be off: only max_tokens, ignore_eos and stop_token_ids count.
+    kv_exact: compute what is stored only as a quantised copy or as reused at another position (`--codec int8`,
+    truncation), so that the answer is the one without a store.
     Raises RequestError naming the field and its bounds.
     """
 
@@ -243,6 +245,7 @@ class SamplingParams:
     use_beam_search: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
+    kv_exact: bool = False
 
     def __post_init__(self) -> None:
         _number("n", self.n, 1, MAX_CHOICES, integer=True)
@@ -265,6 +268,7 @@ class SamplingParams:
             _number("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
+        object.__setattr__(self, "kv_exact", bool(self.kv_exact))
         object.__setattr__(self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings are looked for in the text; detokenize must be True", param="stop")

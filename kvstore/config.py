@@ -48,7 +48,7 @@ def format_size(size_bytes: int | float) -> str:
     return f"{size:.1f} TiB"
 
 
-CODEC_NAMES = ("raw", "zstd", "split-zstd", "exact12")  # `kvstore.disk.codec` says what they are
+CODEC_NAMES = ("raw", "zstd", "split-zstd", "exact12", "int8")  # `kvstore.disk.codec` says what they are
 ROLES = ("prefill", "decode")
 SESSION_DURABILITIES = ("always", "everysec", "unchecked")  # `kvstore.sessions.shared.server` says what they ask for
 
@@ -259,7 +259,8 @@ class CacheTiers:
     path: str | Path | None = setting(None, DIRECTORY, "directory of the store", flag="--store", aliases=("--path",))
     codec: str = setting(
         "raw", one_of(*CODEC_NAMES),
-        "how KV lies on disk: raw; for bfloat16 exact12, in 0.75 of the space; zstd or split-zstd, slower, for any",
+        "how KV lies on disk: raw; for bfloat16 exact12, in 0.75 of the space, or int8, in 0.52 and not exact; zstd or "
+        "split-zstd, slower, for any",
     )  # fmt: skip
     disk_per_tenant: int | str | None = setting(
         None, SIZE, "size of one tenant's KV on disk; more is not written", flag="--disk-per-key", shown="no limit"
@@ -294,6 +295,8 @@ class CacheTiers:
             if not (self.cpu or self.disk):
                 value = "set, but cpu and disk are 0, from which blocks come to it"
                 raise ConfigError("remote", value, "give one of them a size")
+        if self.codec == "int8" and self.remote is not None:
+            raise ConfigError("codec", "int8, but remote is set, whose servers share exact KV", "give exact12 or raw")
         if self.role is not None and self.remote is None:
             value = f"not set, but KV goes over it from or to a server whose role is {self.role}"
             raise ConfigError("remote", value, "give its URL")

@@ -45,6 +45,14 @@ class KVConnector(Protocol):
     hbm_losses: Losses | None  # where the engine's pool notes what it gives up; None where tiers below have that
 
     # -- scheduler side --------------------------------------------------------------------------------------------
+    def find_copies(
+        self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, is_in_hbm: Callable[[BlockId], bool]
+    ) -> Lineage | None:
+        """The lineage of the same tokens that begins with quantised copies; None unless more is stored with it. Called
+        before a request is queued, if it may have inexact KV.
+        """
+        return None
+
     def on_new_request(self, request: NewRequest) -> Arrival:
         """A request was queued (not yet scheduled): prefetch may begin. Called again after a preemption."""
         ...

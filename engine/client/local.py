@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from kvstore.blocks.holdings import Place
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, with_quantised
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.connector import KVConnector, open_connector
@@ -247,11 +247,12 @@ class LocalCore:
             runner,
             runs_ahead=loaded.device.type == "cuda" and self._ranks is None,  # other ranks do not know what was sampled
         )
+        is_plain = states is None and windows is None and config.tiers.codec != "int8"  # copies are of whole chains
         self.facts = Facts(
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
             config.block_size, block_bytes_in_hbm(model, limits, num_blocks), model.spec.vocab_size,
             self.connector.fingerprint, self.connector.root_secret, loaded.sampling_defaults,
-            limits.max_num_seqs, bool(config.tiers.cpu) and states is None and windows is None,
+            limits.max_num_seqs, is_plain and bool(config.tiers.cpu),
         )  # fmt: skip
         if self._events is not None and holdings is not None:
             self._events.start(holdings)
@@ -375,7 +376,7 @@ class LocalCore:
                 raise AssertionError(f"no verb: {verb}")
 
     def _forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
-        self.loop.call(self.loop.erasure.forget, tuple(block_ids))
+        self.loop.call(self.loop.erasure.forget, tuple(with_quantised(block_ids)))
         found, is_gone = self.connector.upkeep.forget(block_ids, timeout_s)
         self.loop.call(self.loop.erasure.forget, tuple(found))
         return is_gone

@@ -481,7 +481,7 @@ class RequestBlocks:
         self.manager.cache_full_blocks(request, request.num_computed_tokens)
 
     def _count_cached(self, request: Request, num_hit: int, num_cached: int) -> None:
-        request.cached.count(num_cached, num_hit, self.manager.block_size, request.lineage.splice_index)
+        request.cached.count(num_cached, num_hit, self.manager.block_size, request.lineage)
 
     # -- after a step ------------------------------------------------------------------------------------------------
     def computed(self, request: Request, num_tokens: int) -> None:

@@ -45,14 +45,16 @@ class CachedCount:
         if self.arrival is not None and len(self.arrival) == late_from:
             self.arrival += tiers
 
-    def count(self, num_cached: int, num_hit: int, block_size: int, splice_index: int | None) -> None:
+    def count(self, num_cached: int, num_hit: int, block_size: int, lineage: Lineage) -> None:
         """Count the tokens before `num_cached`. num_hit: how many of them were found in HBM now.
 
-        splice_index: blocks from this one on are spliced.
+        lineage: of the blocks.
         """
-        counts, arrival = Counter[str](), self.arrival or []
+        counts, arrival, first_reencoded = Counter[str](), self.arrival or [], lineage.first_reencoded
         for index in range(-(-self.num_seen // block_size), num_cached // block_size):
-            if splice_index is not None and index >= splice_index:
+            if lineage.sources:
+                counts["quantised"] += block_size
+            if first_reencoded is not None and index >= first_reencoded:
                 counts["reencoded"] += block_size
             elif index < len(arrival):
                 counts[arrival[index]] += block_size
@@ -134,6 +136,7 @@ class Request:
     cached: CachedCount = field(default_factory=CachedCount)  # tokens that were never computed
     ask_at: int | None = None  # ask the store again after so many computed tokens: more may have come
     may_load: bool = True  # a failed load is not tried again
+    takes_copies: bool = True  # quantised ones, when it is queued first
     num_unread: int = 0  # sampled tokens whose ids only the device knows; they count
     reads_at_once: bool = False  # no step may begin before its last token is read
     num_preemptions: int = 0
@@ -150,6 +153,10 @@ class Request:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.reads_at_once = self.params.logprobs is not None or self.params.use_beam_search
+        if self.params.kv_exact:
+            self.takes_copies = False
+            if self.lineage.splice_index is not None:
+                self.lineage, self.chain = self.lineage.exact, []
         self.extend_chain()
 
     def sibling(self, index: int) -> Request:
@@ -236,8 +243,13 @@ class Request:
 
     def give_up_splice(self) -> None:
         """Reused KV is missing: compute the same tokens under their exact chain, shared by all choices."""
-        self.lineage = self.lineage.exact
-        self.chain.clear()
+        self.takes_copies = False
+        self.build_on(self.lineage.exact)
+
+    def build_on(self, lineage: Lineage) -> None:
+        """Build the chain of the same tokens on this lineage, which begins with all that is known of it."""
+        self.lineage = lineage
+        self.chain[:] = lineage.with_copies(lineage.sources)
         self.extend_chain()
         for child in self.children:
             child.lineage = self.lineage

@@ -53,7 +53,18 @@ class Roster:
             search = self.searches[request.request_id] = BeamSearch(request)
             self._next_sequence = search.sequences.stop
         self.tenants.arrive((request, *request.children))
+        if request.takes_copies:
+            self._find_copies(request)
         self.queue(request)
+
+    def _find_copies(self, request: Request) -> None:
+        """Let it begin with quantised copies where these are more than is stored exactly."""
+        pool = self.blocks.manager.pool
+        found = self.blocks.connector.find_copies(
+            request.chain, request.token_ids, request.lineage, lambda block_id: pool.lookup(block_id) is not None
+        )
+        if found is not None:
+            request.build_on(found)
 
     def queue(self, request: Request) -> None:
         """Put a request into the waiting queue."""

@@ -56,9 +56,7 @@ def with_spans(
     return spliced, own
 
 
-def compute(
-    client: CoreClient, token_ids: Sequence[int], tenant: str, spliced: Spliced, together: bytes = b""
-) -> None:
+def compute(client: CoreClient, token_ids: Sequence[int], tenant: str, spliced: Spliced, together: bytes = b"") -> None:
     """Compute the KV of these ids, and wait for that. spliced: the chain of their first blocks. together: of several
     engines, new chains with the same go to one.
     """

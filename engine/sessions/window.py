@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from msgspec import structs
 
-from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain
+from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain, is_quantised
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
@@ -108,8 +108,9 @@ class Window:
         if head.fingerprint != client.facts.fingerprint:
             num_foreign = len(state.token_ids)
             return cls(system, state.messages, num_dropped, [], [], Lineage(root), num_foreign=num_foreign)
+        lineage = lineage_of(state, root)
         return cls(
-            system, state.messages, num_dropped, state.token_ids, state.chain, lineage_of(state, root),
+            system, state.messages, num_dropped, state.token_ids, lineage.with_copies(state.chain), lineage,
             list(state.turn_starts), state.options, miss=None if state.miss is None else Miss(**state.miss),
         )  # fmt: skip
 
@@ -117,8 +118,9 @@ class Window:
         """What is stored of a turn that ends so: the ids that come after those of `since`; all of them without that."""
         num_ids, num_blocks = (0, 0) if since is None else (len(since.token_ids), len(since.chain))
         first, *others = self.lineage.splices or (SpliceRun(0, b"", 0),)
+        chain = [*self.lineage.sources, *self.chain[len(self.lineage.sources) :]]  # which other sessions have, too
         return TurnRecord(
-            number=number, messages=messages, token_ids=self.token_ids[num_ids:], chain=self.chain[num_blocks:],
+            number=number, messages=messages, token_ids=self.token_ids[num_ids:], chain=chain[num_blocks:],
             base="rebase" if since is None else "append", first_reencoded=self.lineage.splice_index,
             splice_parent=first.parent, splice_end=first.end, splices=others, turn_starts=self.turn_starts,
             num_dropped_messages=self.num_dropped, created_s=time.time(), options=self.options, **more,
@@ -360,7 +362,9 @@ def lineage_of(state: SessionState, root: BlockId) -> Lineage:
     if state.first_reencoded is None:
         return Lineage(root)
     first = SpliceRun(state.first_reencoded, state.splice_parent, state.splice_end)
-    return Lineage(root, (first, *(SpliceRun(*one) for one in state.splices)))
+    runs = (first, *(SpliceRun(*one) for one in state.splices))
+    num_copies = max((run.end for run in runs if is_quantised(run.parent)), default=0)
+    return Lineage(root, runs, tuple(state.chain[:num_copies]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +401,7 @@ class OneTurn:
         output, lineage = self.handle.output, self.lineage
         said_ids = answer_ids(tokenizer, template, output.prompt_token_ids, output.choices[0])
         token_ids = [*output.prompt_token_ids, *said_ids]
-        chain = list(self.next.chain) if lineage == self.next.lineage else []
+        chain = list(self.next.chain) if lineage == self.next.lineage else lineage.with_copies(lineage.sources)
         extend_chain(chain, lineage.root, token_ids, block_size)
         messages = [*self.before.messages, *self.said, output.choices[0].message]
         return Window(
@@ -456,7 +460,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
 def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:
     """Of a stored turn, what `_usage` has made counts of."""
     counts = turn.usage
-    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
+    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in CachedTokensDetails.__annotations__))
     thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
     usage = Usage(
         counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details, counts.get("capped_max_tokens"),

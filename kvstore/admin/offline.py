@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.admin.commands import EvictRequest, Sessions, read_arguments, session_info, transcript
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, with_quantised
 from kvstore.disk import check as disk_check
 from kvstore.disk.check import LOCK_NAME, SECRET_NAME
 from kvstore.disk.directory import StoreDirectory
@@ -137,7 +137,7 @@ class OfflineStore:
     def _blocks_of(self, key: SessionKey) -> frozenset[BlockId]:
         if self.sessions is None or not self.sessions.exists(key):
             raise _no_session(key)
-        return frozenset(self.sessions.unshared_blocks_of(key))
+        return frozenset(with_quantised(self.sessions.unshared_blocks_of(key)))
 
     def delete_session(self, key: SessionKey) -> dict[str, Any]:
         """Delete a session: transcript, ids and the KV that no other session refers to."""
@@ -163,7 +163,7 @@ class OfflineStore:
         is_forgotten = self._forget_answers(tombstone.key)
         if self.disk is not None:
             index = _index_of(self.disk)
-            _delete(self.disk, _with_descendants(index, tombstone.block_ids))
+            _delete(self.disk, _with_descendants(index, with_quantised(tombstone.block_ids)))
             self.disk.sync()
         if is_forgotten:  # else the next server does it
             sessions.finish_deletion(tombstone.number).wait()

@@ -7,13 +7,14 @@ import hashlib
 import hmac
 import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 BlockId = bytes  # 32 bytes, names a block's content by its whole history
 
 BLOCK_ID_BYTES = 32
+QUANTISED = b"kv:int8:"  # how the id of a quantised copy ends
 TOKEN_BYTES = 4  # of a token id in a block's record
 NO_TOKENS = b"\xff" * TOKEN_BYTES  # a token that no vocabulary has
 _TOKEN_TYPE = "I" if array("I").itemsize == 4 else "L"
@@ -74,6 +75,24 @@ def state_chain(block_id: BlockId, num_blocks: int, block_size: int) -> list[Blo
     return chain[1:]
 
 
+def is_quantised(block_id: BlockId) -> bool:
+    return block_id.endswith(QUANTISED)
+
+
+def quantised_id(block_id: BlockId) -> BlockId:
+    """The id of this block's copy that went through int8, behind copies of all blocks before it: other content, under
+    an id that says so. That of a copy is its own, as to quantise it again changes nothing.
+    """
+    if is_quantised(block_id):
+        return block_id
+    return hashlib.sha256(_field(b"q8", block_id)).digest()[: -len(QUANTISED)] + QUANTISED
+
+
+def with_quantised(block_ids: Iterable[BlockId]) -> list[BlockId]:
+    """These and their quantised copies."""
+    return [found for one in block_ids for found in (one, quantised_id(one))]
+
+
 class SpliceRun(NamedTuple):
     """Blocks [first, end) of a chain, which a splice made: they hold reused KV and exist only as it made them. parent:
     what the first is built on, instead of the block before it.
@@ -88,10 +107,14 @@ class SpliceRun(NamedTuple):
 class Lineage:
     """What a chain is built on: its root, and where splices stand in it, in order. Blocks behind a splice are computed
     on top of it.
+
+    sources: of a chain that begins with quantised copies, the blocks that these are copies of. Its first splices are
+    those of the sources, the last of which then ends behind the copies; if they have none, it begins with the first.
     """
 
     root: BlockId
     splices: tuple[SpliceRun, ...] = ()
+    sources: tuple[BlockId, ...] = ()
 
     @property
     def splice_index(self) -> int | None:
@@ -108,22 +131,37 @@ class Lineage:
         for run in self.splices:
             if index == run.first:
                 return run.parent
-        return chain[index - 1] if index else self.root
+        if index:
+            return chain[index - 1]
+        return quantised_id(self.root) if self.sources else self.root
+
+    def with_copies(self, chain: Sequence[BlockId]) -> list[BlockId]:
+        """The ids of a chain that is given with the sources of its copies."""
+        num_copies = len(self.sources)
+        return [*map(quantised_id, chain[:num_copies]), *chain[num_copies:]]
+
+    @property
+    def first_reencoded(self) -> int | None:
+        """The first block whose KV a splice has moved, or which builds on such a block."""
+        moved = (run.first for run in self.splices if not self.sources or run.parent != quantised_id(self.root))
+        return next(moved, None)
 
     def spliced(self, run: SpliceRun) -> "Lineage":
         """The same with one more splice."""
-        return Lineage(self.root, (*self.splices, run))
+        return replace(self, splices=(*self.splices, run))
 
     @property
     def exact(self) -> "Lineage":
-        """The same without splices."""
+        """The same without splices and quantised copies."""
         return Lineage(self.root)
 
 
 def chain_of(lineage: Lineage, token_ids: Sequence[int], block_size: int) -> list[BlockId]:
     """The ids of the full blocks of these tokens, at least those up to the last splice."""
-    chain = list[BlockId]()
+    chain = lineage.with_copies(lineage.sources)
     for run in lineage.splices:
+        if run.first < len(chain):
+            continue
         extend_chain(chain, lineage.root, token_ids[: run.first * block_size], block_size)
         first = token_ids[run.first * block_size : (run.first + 1) * block_size]
         chain.append(child_block_id(run.parent, token_bytes(first)))

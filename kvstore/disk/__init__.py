@@ -23,6 +23,10 @@ A value is a whole block with a header and a checksum over both (xxh3), compared
 token ids, fingerprint. Values are raw unless configured otherwise: in measurements, compressing took more time than the
 smaller values saved.
 
+Lossy `int8` is MXINT8: bytes with a power of two for each 32 numbers that lie side by side. Keys by channel lose less,
+but then a codec must know the model, and a block is not read alone. As the steps are powers of two, what comes back is
+stored again without loss. A value in it is read only under an id that says so.
+
 The index is read into memory before the store opens, under the loading of the model, so that nobody above has to ask
 whether it is there: what is stored and what goes next is known from the first request. A start waits where that takes
 longer than the model, and says how far it is.

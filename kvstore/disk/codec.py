@@ -12,12 +12,12 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from kvstore.blocks.ids import BLOCK_ID_BYTES
+from kvstore.blocks.ids import BLOCK_ID_BYTES, is_quantised
 from kvstore.blocks.records import BlockRecord, Count, Expected, ReadResult, Record
 from kvstore.config import CODEC_NAMES
 from kvstore.disk import records as disk_records
 from kvstore.disk.records import CHECKSUM_BYTES
-from kvstore.kernels import exact12
+from kvstore.kernels import exact12, int8
 
 MAGIC = b"KVb2"
 ITEMSIZES = (1, 2, 4)
@@ -36,15 +36,18 @@ class Codec(IntEnum):
 
     SPLIT_ZSTD: all lowest bytes of the elements together, then all next ones: the high bytes of KV compress, the low
     ones are noise that hides it. EXACT12: see `kvstore.kernels.exact12`; for bfloat16, other types do not get smaller.
+    INT8: see `kvstore.kernels.int8`; only under an id that says so (`kvstore.blocks.ids.quantised_id`).
     """
 
     RAW = 0
     ZSTD = 1
     SPLIT_ZSTD = 2
     EXACT12 = 3
+    INT8 = 4
 
 
 CODECS = dict(zip(CODEC_NAMES, Codec, strict=True))
+_OF_BFLOAT16 = {Codec.EXACT12: exact12, Codec.INT8: int8}
 
 
 @disk_records.stored
@@ -62,11 +65,14 @@ class Header(Record, frozen=True):
 def encode(record: BlockRecord, payload: Bytes, codec: Codec = Codec.RAW, itemsize: int = 2) -> memoryview:
     """The value to store, in memory of its own. itemsize: bytes of one element.
 
-    A payload that does not get smaller, or does not divide into elements, is stored raw.
+    A payload that does not get smaller, or does not divide into elements, is stored raw. INT8 of a block whose id does
+    not say so is EXACT12.
     """
     assert len(record.block_id) == len(record.parent_id) == len(record.fingerprint) == BLOCK_ID_BYTES
     assert len(record.tokens) % 4 == 0 and itemsize in ITEMSIZES
     raw = np.frombuffer(payload, np.uint8)
+    if codec is Codec.INT8 and not is_quantised(record.block_id):
+        codec = Codec.EXACT12
     codec, parts = _compress(raw, codec, itemsize)
     stored_bytes = sum(len(part) for part in parts)
     packed = disk_records.pack(Header(record, codec, itemsize, len(raw), stored_bytes))
@@ -86,8 +92,8 @@ def _compress(raw: Uint8, codec: Codec, itemsize: int) -> tuple[Codec, list[byte
     if codec is Codec.RAW or (codec is Codec.SPLIT_ZSTD and len(raw) % itemsize):
         return Codec.RAW, [raw]
     parts: list[bytes | Uint8]
-    if codec is Codec.EXACT12:
-        packed = exact12.encode(raw) if itemsize == 2 else None
+    if codec in _OF_BFLOAT16:
+        packed = _OF_BFLOAT16[codec].encode(raw) if itemsize == 2 else None
         parts = [raw if packed is None else packed]
     elif codec is Codec.ZSTD:
         parts = [_compressor().compress(raw.data)]
@@ -153,6 +159,8 @@ def decode_header(value: Bytes, num_bytes: int | None = None) -> Header | None:
         return None
     if header.codec == Codec.RAW and header.raw_bytes != header.stored_bytes:
         return None
+    if header.codec == Codec.INT8 and not is_quantised(header.record.block_id):
+        return None
     return header
 
 
@@ -217,8 +225,8 @@ def _matches(value: Bytes, payload: Uint8) -> bool:
 
 def _decompress(stored: Uint8, codec: Codec, itemsize: int, out: Uint8) -> bool:
     """Undo `_compress` into `out`; False when these bytes do not decompress to exactly its size."""
-    if codec is Codec.EXACT12:
-        return exact12.decode(stored, out)
+    if codec in _OF_BFLOAT16:
+        return _OF_BFLOAT16[codec].decode(stored, out)
     try:
         if codec is Codec.ZSTD:
             raw = _decompress_frame(stored, len(out))

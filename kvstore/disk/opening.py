@@ -82,7 +82,9 @@ class OpeningDisk:
         return OpenDisk(tier, DiskIndex.build(batches), records)
 
     def join(self, itemsize: int = 2, is_bfloat16: bool = True) -> OpenDisk:
-        """Wait for it. itemsize: of `DiskTier`. is_bfloat16: else nothing is written in exact12. Raises as that."""
+        """Wait for it. itemsize: of `DiskTier`. is_bfloat16: else nothing is written in exact12 or int8. Raises as
+        that.
+        """
         while self._thread.is_alive():
             self._thread.join(TELL_S)
             if self._thread.is_alive():
@@ -92,8 +94,8 @@ class OpeningDisk:
             raise self._error
         tier = self._opened.tier
         tier.itemsize = itemsize
-        if tier.codec == "exact12" and not is_bfloat16:
-            LOGGER.warning("codec is exact12, which is for bfloat16; this model's KV is not, and is stored raw")
+        if tier.codec in ("exact12", "int8") and not is_bfloat16:
+            LOGGER.warning("codec is %s, which is for bfloat16; this model's KV is not, and is stored raw", tier.codec)
             tier.codec = "raw"
         elif tier.codec == "exact12" and exact12.compiled() is None:
             LOGGER.warning("codec is exact12, which is slower than split-zstd here: there is no C compiler")

@@ -263,7 +263,8 @@ class DiskTier:
         return verify(self.file, progress)
 
     def compact(self, codec_name: str | None = None) -> CompactReport:
-        """Rewrite the file without free pages, and its blocks in this codec; reads go on until the swap.
+        """Rewrite the file without free pages, and its blocks in this codec; reads go on until the swap. What is exact
+        stays exact.
 
         What is written later has the tier's codec. Raises StoreError, then nothing changed.
         """

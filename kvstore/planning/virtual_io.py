@@ -22,8 +22,8 @@ from kvstore.planning.replay_config import ReplayConfig
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.context import Identity, StoreContext
 from kvstore.store.control_plane import KVStore
-from kvstore.store.stored import Identity, StoreContext
 from kvstore.store.write_back import PAGE_BYTES, WriteBack
 from kvstore.tiers.port import Chain, Keeps, Rank, ReadJob, Stored, WriteBatch, Written
 from kvstore.tiers.queues import Lane, Reads

@@ -3,6 +3,7 @@
 One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
+- `context`: what the parts of a store share, and all blocks of its engine
 - `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
   scheduled
 - `deletion`: by request, with all that was computed after it; eviction by hand
@@ -14,6 +15,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `parts`: the parts of a store, and the order in which they end; waiting for what worker threads do; the thread that
   polls while nobody steps
 - `prefetch`: whose blocks are read next
+- `quantised`: which quantised copies a chain can begin with
 - `remote`: a believed tier, as the store sees it: questions, what is read from it, prompts that another server computes
 - `remote_stores`: what goes there
 - `requests`: what a request has in flight: blocks held and read for it
@@ -21,7 +23,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
 - `stored`: which of a chain's blocks the tiers hold, with the states behind them, and whose they are; reads in flight,
-  and their urgency; what the parts of a store share
+  and their urgency
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
 - `write_back`: what is written next, what is evicted or deleted from disk, and what becomes of failed writes
@@ -51,6 +53,12 @@ first spliced block is built on an HMAC of its sources, so no computed chain can
 A chain may have several splices, with computed blocks in between. When a part of one is missing, all are given up,
 and the tokens are computed under their exact chain. Re-encoded KV has attended to other tokens: it is approximate,
 counted, and never mixed with exact hits.
+
+With `int8` the disk has copies in the place of blocks, each under an id made of the block's, which says that it is one.
+So a lookup of an exact block never finds a copy, and what is computed behind a copy has ids that no exact chain has. A
+chain has copies from its first block on: then an id behind them names one history. A lineage keeps the ids of their
+sources, which sessions store: so sessions share blocks whether they have seen exact ones or copies, and a deletion
+reaches both.
 
 The control plane has one lock, taken by the connector's verbs. Workers never take it and never call back: they put
 what they finished into queues, and `poll()` collects it once a step. Every queue is bounded.

@@ -36,11 +36,11 @@ from kvstore.remote.prefill import PrefillServer
 from kvstore.remote.redis_blocks import RedisBlocks
 from kvstore.remote.spread import SpreadTier
 from kvstore.stats import MOST_LOSSES, Losses, StoreStats
+from kvstore.store.context import Identity, StoreContext
 from kvstore.store.control_plane import KVStore
 from kvstore.store.history import Learned
 from kvstore.store.parts import StoreProgress
 from kvstore.store.remote import RemoteSource
-from kvstore.store.stored import Identity, StoreContext
 from kvstore.store.tiered import StoreParts, TieredConnector
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import BlockTier
@@ -73,7 +73,7 @@ def open_tiered(
             opened.callback(opening.close)
         tiers.check_room(layout.block_bytes, layout.checkpoint_blocks)
         if layout.num_state_blocks:
-            check_shared(tiers)
+            check_with_states(tiers)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
         num_arena_blocks = max(least_arena_blocks + 2 * layout.checkpoint_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
@@ -120,8 +120,10 @@ def open_tiered(
     return connector
 
 
-def check_shared(tiers: CacheTiers) -> None:
-    """Raises ConfigError for what is not shared of a model that keeps states."""
+def check_with_states(tiers: CacheTiers) -> None:
+    """Raises ConfigError for what a model that keeps states cannot have."""
+    if tiers.codec == "int8":
+        raise ConfigError("codec", "int8, but the model keeps states or windows beside its KV", "give exact12 or raw")
     if tiers.role is not None:
         raise ConfigError("role", f"{tiers.role}, but the model keeps states beside its KV", "leave it out")
     if tiers.remote is not None and isinstance(parse_remote_url(tiers.remote), ObjectAddress):

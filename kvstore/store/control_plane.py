@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import BlockId, Lineage, quantised_id
 from kvstore.blocks.records import BlockRecord, Loss, SplicedState, TransferPlan, Transferred
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.stats import StoreStats
+from kvstore.store.context import Identity, StoreContext
 from kvstore.store.deletion import Deletion
 from kvstore.store.parts import Stage
 from kvstore.store.prefetch import Prefetcher
@@ -26,7 +27,7 @@ from kvstore.store.requests import Requests, Tracked, Wanted
 from kvstore.store.saving import Saver, StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
-from kvstore.store.stored import ChainContent, Identity, StoreContext, StoredBlocks, TierReads
+from kvstore.store.stored import ChainContent, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
@@ -374,6 +375,8 @@ class KVStore:
             if self.requests.keeps_states and is_behind and not (request.is_computed or lacks_room):
                 return Loss("no_checkpoint", tiers[0])
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
+        if not is_unreadable and (tiers := self.stored.tiers((quantised_id(block_id),), 0, 1)):
+            return Loss("not_loaded", tiers[0], why="only a quantised copy is there")
         if believed is not None and believed.is_away(block_id) and (known is None or believed.has_had(block_id)):
             return Loss("remote_away", believed.name)
         begun_s = None if disk is None else disk.begun_s
@@ -386,9 +389,7 @@ class KVStore:
         head: tuple[Sequence[BlockId], Lineage] | None = None,
     ) -> tuple[list[BlockId], Lineage] | None:  # fmt: skip
         """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest must be computed."""
-        can_splice = self.cpu.keep and (self.stored.has_windows or not self.stored.num_state_blocks)
-        if head is not None and head[0]:
-            can_splice = can_splice and self.stored.holds(head[0][-1])
+        can_splice = self.cpu.keep and (head is None or not head[0] or self.stored.holds(head[0][-1]))
         planned = plan_chain(old, spans, self.stored, secret, head) if can_splice else None
         if planned is None:
             return None
@@ -399,9 +400,7 @@ class KVStore:
             self.steering.move(conversation, planned.chain)
         elif conversation is not None:  # a span stays where it is, and has come back
             self.steering.end_request(self.steering.arrive(old.chain, None, is_stored=True), old.chain)
-            self.cpu.touch(old.chain, conversation)
-            if self.disk is not None:
-                self.disk.contents.touch(old.chain, conversation)
+            self._touch(old.chain, conversation)
         return planned.chain, planned.lineage
 
     def prefetch(self, content: ChainContent) -> None:
@@ -434,10 +433,13 @@ class KVStore:
         if found is None and chain and self.stored.holds(chain[-1]):
             found = self.steering.make(chain[-1])
             self.steering.adopt([(chain[-1], found)])
-            self.cpu.touch(chain, found)
-            if self.disk is not None:
-                self.disk.contents.touch(chain, found)
+            self._touch(chain, found)
         return found
+
+    def _touch(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        self.cpu.touch(chain, conversation)
+        if self.disk is not None:
+            self.disk.contents.touch(chain, conversation)
 
     def finish(self) -> None:
         """Prepare for closing."""

@@ -6,12 +6,14 @@ Control plane, one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, is_quantised, with_quantised
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.memory.tier import CpuTier
-from kvstore.store.stored import Deletions, StoreContext
+from kvstore.store.context import StoreContext
+from kvstore.store.stored import Deletions
 from kvstore.store.write_back import WriteBack
 
 
@@ -40,10 +42,11 @@ class Deletion:
         """Delete these blocks from the CPU tier, the write queue and the disk, and their bytes from the arena; with all
         that was computed after them, such as turns that were never stored, or answers cut by a stop string.
 
-        They are gone from disk when `is_forgotten`. Blocks in use in the CPU tier can no longer be found, and are
-        erased when released. Returns all deleted blocks.
+        Quantised copies go with them. They are gone from disk when `is_forgotten`. Blocks in use in the CPU tier can no
+        longer be found, and are erased when released. Returns all deleted blocks.
         """
-        doomed = (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
+        tiers = self._cpu if self._disk is None else self._disk.space
+        doomed = [one for one in tiers.with_descendants(with_quantised(block_ids)) if self._is_meant(one)]
         self._stats.forgotten += len(doomed)
         self.to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
         self.to_erase.update(self._being_filled())
@@ -57,6 +60,12 @@ class Deletion:
         self._stats.losses.note("deleted", None, *doomed)
         self.erase()
         return set(doomed)
+
+    def _is_meant(self, block_id: BlockId) -> bool:
+        """Whether it is no copy, or one that is here."""
+        if not is_quantised(block_id) or self._cpu.arena_block_of(block_id) is not None:
+            return True
+        return self._disk is not None and block_id in self._disk.contents.index
 
     def erase(self) -> None:
         """Overwrite deleted arena blocks that nobody holds any more."""
@@ -77,6 +86,8 @@ class Deletion:
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         """Evict matching blocks from CPU and disk; with dry_run only count them. Also returns their ids."""
+        if what.block_ids is not None:
+            what = replace(what, block_ids=frozenset(with_quantised(what.block_ids)))
         in_cpu = self._cpu.select(what, self._block_bytes)
         found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)}
         chosen = set(in_cpu)

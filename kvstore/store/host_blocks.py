@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, with_quantised
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, Expected, Finished, ReadResult
 from kvstore.disk.format import WriteError
 from kvstore.disk.opening import OpenDisk, OpeningDisk
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.context import StoreContext
 from kvstore.store.history import Learned
 from kvstore.store.host_conversations import HostConversations
 from kvstore.store.host_memory import HostMemory, Lent
 from kvstore.store.parts import DiskParts, Stage, StoreProgress
-from kvstore.store.stored import StoreContext
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import AS_HINT, ReadDone, ReadJob, TaskDone, WriteDone
 from kvstore.tiers.queues import Task
@@ -214,7 +214,7 @@ class HostBlocks:
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
         """Delete these blocks with all that builds on them. Returns all of them; see `is_forgotten`."""
-        doomed = self.disk.space.with_descendants(block_ids)
+        doomed = self.disk.space.with_descendants(with_quantised(block_ids))
         self._delete(doomed)
         self.stats.losses.note("deleted", None, *doomed)
         return set(doomed)

@@ -21,11 +21,12 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed, BelievedContents
+from kvstore.store.context import StoreContext
 from kvstore.store.parts import Stage
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Tracked
-from kvstore.store.stored import ChainContent, Deletions, StoreContext, StoredBlocks, TierReads
+from kvstore.store.stored import ChainContent, Deletions, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Asked, Chain, Done, ReadDone, WriteDone
 

@@ -222,7 +222,7 @@ class Saver:
 
     def _has_parent(self, request: Tracked, index: int) -> bool:
         """Whether the block's parent is stored: without it nobody could load the block."""
-        return index == 0 or self._stored.holds(request.chain[index - 1])
+        return index == 0 or self._stored.keeps(request.chain[index - 1])
 
     def _mark(self, request: Tracked, index: int, why: str) -> None:
         self._unsaved[request.chain[index]] = request.lineage.parent(request.chain, index)
@@ -250,7 +250,7 @@ class Saver:
             if self._stored.holds(request.chain[index]):
                 del self._unsaved[request.chain[index]]
                 continue
-            stored = index == 0 or self._stored.holds(parent) or parent == request.lineage.root
+            stored = index == 0 or self._stored.keeps(parent) or parent == request.lineage.root
             return index if stored and self._cpu.pool.num_free >= num_hit - index else num_hit
         return num_hit
 

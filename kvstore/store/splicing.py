@@ -64,7 +64,10 @@ def plan_chain(
     stored, and must have no such head.
     """
     size = stored.block_size
-    planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index if head is None else 0)
+    if stored.num_state_blocks and not stored.has_windows:
+        return None
+    keeps_first = head is None and not old.lineage.sources
+    planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index if keeps_first else 0)
     new_blocks = planned.blocks[: _num_with_windows(old, planned, stored)]
     if not new_blocks or (head is not None and stored.num_state_blocks):
         return None

@@ -12,10 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 from kvstore.blocks.holdings import Holdings, Place
-from kvstore.blocks.ids import NO_TOKENS, TOKEN_BYTES, BlockId, Lineage, state_chain
+from kvstore.blocks.ids import NO_TOKENS, TOKEN_BYTES, BlockId, Lineage, quantised_id, state_chain
 from kvstore.blocks.records import BlockRecord
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.records import label
@@ -24,22 +23,9 @@ from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.remote.spread import Believed, BelievedContents
-from kvstore.stats import StoreStats
+from kvstore.store.context import Identity, StoreContext
 from kvstore.tiers.port import AS_HINT, AT_ONCE, Rank, ReadDone, ReadJob
 from kvstore.tiers.worker import TierWorker
-
-C_co = TypeVar("C_co", covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreContext(Generic[C_co]):
-    """What the parts of one store share. cpu: the memory above its disk. view: the bytes of an arena block."""
-
-    cpu: C_co
-    view: Callable[[int], memoryview]
-    steering: Steering
-    stats: StoreStats
-    clock: Callable[[], float]
 
 
 class Deletions:
@@ -125,7 +111,7 @@ class DiskContents:
         self._disk, self.index, self._clock, self._holdings = disk, index, clock, holdings
         self.removing = removing
         steering.adopt(index.name_conversations(steering.order("disk")))
-        self.claim, self.link, self.take_touched = index.claim, index.link, index.take_touched
+        self.link, self.take_touched = index.link, index.take_touched
 
     def begin_anew(self) -> None:
         """Start again with an empty file, after the old one was set aside."""
@@ -148,7 +134,16 @@ class DiskContents:
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
         """Mark these blocks, head first, as just used. conversation: their owner."""
-        self.index.touch(chain, self._clock(), conversation)
+        self.index.touch(self._last_of(chain), self._clock(), conversation)
+
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation, keeps_pin: bool = False) -> None:
+        """See `DiskIndex.claim`."""
+        self.index.claim(self._last_of(chain), conversation, keeps_pin)
+
+    def _last_of(self, chain: Sequence[BlockId]) -> list[BlockId]:
+        """The last block of a chain that is here, or whose quantised copy is; none if there is none."""
+        copies = ((one, quantised_id(one)) if self._disk.codec == "int8" else (one,) for one in reversed(chain))
+        return next(([one] for some in copies for one in some if one in self.index), [])
 
     def written(self, record: BlockRecord, stored_bytes: int, conversation: Conversation | None) -> None:
         """Add a block that was written."""
@@ -294,20 +289,6 @@ class TierReads:
                 self._cancel(arena_block)
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What every block of this engine has in common. num_state_blocks: that a state takes; 0: the model keeps none.
-    window_blocks: behind so many blocks before it a border needs one, which is KV of layers with a window; 0: it needs
-    one, of a request.
-    """
-
-    fingerprint: bytes
-    model: str
-    block_size: int
-    num_state_blocks: int = 0
-    window_blocks: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class ChainContent:
     """A chain as far as it is named, and its tokens: little-endian u32."""
@@ -434,6 +415,10 @@ class StoredBlocks:
     def holds(self, block_id: BlockId) -> bool:
         """Whether CPU or disk have this block, even if it is still in flight."""
         return self._cpu.arena_block_of(block_id) is not None or self.is_on_disk(block_id)
+
+    def keeps(self, block_id: BlockId) -> bool:
+        """Whether they have this block or, on disk, its quantised copy: what is computed behind it can be stored."""
+        return self.holds(block_id) or self.is_on_disk(quantised_id(block_id))
 
     def has_end(self, chain: Sequence[BlockId], num_hbm_tokens: int) -> bool:
         """Whether the last block of this chain is in some tier."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings
-from kvstore.blocks.ids import BlockId, Lineage, token_bytes
+from kvstore.blocks.ids import BlockId, Lineage, quantised_id, token_bytes
 from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent
 from kvstore.memory.tier import CpuTier
@@ -17,6 +17,7 @@ from kvstore.policy.conversation import Answer
 from kvstore.stats import Losses
 from kvstore.store.control_plane import KVStore
 from kvstore.store.parts import DRAIN_S, DiskParts, Housekeeper
+from kvstore.store.quantised import find_copies
 from kvstore.store.requests import tracked
 from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
@@ -62,6 +63,22 @@ class TieredConnector:
         leave_to_parent(self, "the store", _closed=True)
 
     # -- scheduler side ----------------------------------------------------------------------------------------------
+    def find_copies(
+        self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, is_in_hbm: Callable[[BlockId], bool]
+    ) -> Lineage | None:
+        if not chain:
+            return None
+        with self.parts.lock:
+            first = quantised_id(chain[0])
+            if not (is_in_hbm(first) or self.parts.store.stored.holds(first)):
+                return None
+            content = ChainContent(list(chain), token_bytes(token_ids), lineage, "")
+            return self._find_copies(content, is_in_hbm)
+
+    def _find_copies(self, content: ChainContent, is_in_hbm: Callable[[BlockId], bool]) -> Lineage | None:
+        store = self.parts.store
+        return find_copies(content, is_in_hbm, store.stored, store.cpu, store.planner)
+
     def on_new_request(self, request: NewRequest) -> Arrival:
         with self.parts.lock:
             store, history = self.parts.store, self.parts.learned.history
@@ -151,6 +168,9 @@ class TieredConnector:
         content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:
             self.parts.store.poll()
+            found = self._find_copies(content, lambda _: False)
+            if found is not None:
+                content = ChainContent(found.with_copies(found.sources), content.tokens, found, tenant)
             self.parts.store.prefetch(content)
 
     def pin(

@@ -11,14 +11,16 @@ only because every block that is free there has been written.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from kvstore.blocks.forest import ParentsInFlight
 from kvstore.blocks.holdings import Holdings
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, is_quantised, quantised_id, with_quantised
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
@@ -28,7 +30,8 @@ from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
-from kvstore.store.stored import Deletions, DiskContents, StoreContext, TierReads
+from kvstore.store.context import StoreContext
+from kvstore.store.stored import Deletions, DiskContents, TierReads
 from kvstore.tiers.port import ReadDone, WriteDone, WriteJob
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
 
@@ -47,6 +50,7 @@ class WriteQueue:
         self._tier, self._view, self._parents = tier, view, parents
         self.dirty: deque[int] = deque()
         self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
+        self._num_submitted: Counter[BlockId] = Counter()
         self.bytes = TenantBytes()
         self._unsure: set[int] = set()  # those that may have gone to an environment that was set aside
 
@@ -56,13 +60,15 @@ class WriteQueue:
 
     def add(self, arena_block: int, record: BlockRecord) -> None:
         self.dirty.append(arena_block)
-        self._parents.add(record.parent_id)
+        for parent_id in with_quantised([record.parent_id]):  # the disk may have either
+            self._parents.add(parent_id)
 
     def submit_first(self, record: BlockRecord) -> None:
-        """Give the writer the first dirty arena block, which has this record."""
+        """Give the writer the first dirty arena block, to be written under this record."""
         arena_block = self.dirty.popleft()
         self.bytes.add(record.tenant, self.file_bytes(arena_block))
         self.submitted[arena_block] = record.block_id
+        self._num_submitted[record.block_id] += 1
         view = self._view(arena_block)
         self._tier.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
 
@@ -75,11 +81,14 @@ class WriteQueue:
         """The writer no longer has these."""
         for job in jobs:
             self.bytes.add(job.record.tenant, -self.file_bytes(job.handle))
-            del self.submitted[job.handle]
+            block_id = self.submitted.pop(job.handle)
+            self._num_submitted[block_id] -= 1
+            if not self._num_submitted[block_id]:
+                del self._num_submitted[block_id]
 
     def has_submitted(self, block_id: BlockId) -> bool:
         """Whether the writer has this block."""
-        return block_id in self.submitted.values()
+        return block_id in self._num_submitted
 
     def submit_touched(self, touched: dict[BlockId, float]) -> None:
         """Give the writer times of last use, which go along with the next transaction."""
@@ -101,7 +110,8 @@ class WriteQueue:
 
     def remove(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
-        self._parents.remove(record.parent_id)
+        for parent_id in with_quantised([record.parent_id]):
+            self._parents.remove(parent_id)
 
     def doubt_submitted(self) -> None:
         """The environment was set aside: a write that succeeds may have gone there."""
@@ -297,25 +307,45 @@ class WriteBack:
     def _submit_first(self) -> bool:
         """Submit the first dirty arena block. Returns False if it has to wait."""
         arena_block = self.queue.dirty[0]
-        record, size = self._cpu.record(arena_block), self.queue.file_bytes(arena_block)
-        assert record is not None
+        own, size = self._cpu.record(arena_block), self.queue.file_bytes(arena_block)
+        assert own is not None
+        record = self._as_written(own)
         if not self._cpu.is_current(arena_block) or self.contents.contains(record.block_id):
-            self._cpu.release(self.queue.drop_first(record))  # deleted, or there already
+            self._cpu.release(self.queue.drop_first(own))  # deleted, or there already
+            return True
+        if record is not own and self._lacks_parent(record):
+            self._refuse_first(own, "the disk has evicted what it is built on")
             return True
         if self._is_over_limit(record.tenant, size):
             self._stats.refused_writes += 1
-            self._refuse_first(record, "its tenant has on disk what it may have")
+            self._refuse_first(own, "its tenant has on disk what it may have")
             return True
         if not self.space.make_room(self.queue.bytes.total + size, self.queue.bytes.total):
             if self.queue.bytes.total or self.contents.removing:
                 return False
             if len(self.contents.index):
-                return self._give_up_first(record)
+                return self._give_up_first(own)
             # The file system had no room: the disk will find out whether that is still so.
         self._stuck_since_s = None
         self.contents.removing.drop(record.block_id)
         self.queue.submit_first(record)
         return True
+
+    def _as_written(self, own: BlockRecord) -> BlockRecord:
+        """What the disk gets of a block: with int8 its quantised copy, unless the block before it is there exactly: a
+        chain is quantised from its beginning on. A copy that comes from there is not quantised again.
+        """
+        is_behind_exact = not is_quantised(own.parent_id) and self._will_have(own.parent_id)
+        if self._disk.codec != "int8" or is_quantised(own.block_id) or is_behind_exact:
+            return own
+        return replace(own, block_id=quantised_id(own.block_id), parent_id=quantised_id(own.parent_id))
+
+    def _lacks_parent(self, record: BlockRecord) -> bool:
+        """Whether the disk has evicted what a quantised copy is built on: the CPU tier keeps the exact block then."""
+        return not self._will_have(record.parent_id) and self._stats.losses.get(record.parent_id) is not None
+
+    def _will_have(self, block_id: BlockId) -> bool:
+        return self.contents.contains(block_id) or self.queue.has_submitted(block_id)
 
     def _is_over_limit(self, tenant: str, num_bytes: int) -> bool:
         if self._tenant_bytes is None:
@@ -362,7 +392,9 @@ class WriteBack:
             self.contents.written(record, stored.num_bytes, self._cpu.conversation(arena_block))
             if not self._cpu.is_current(arena_block) and not self.queue.has_submitted(record.block_id):
                 self.space.delete_written(record.block_id)  # deleted while it was being written, and no newer copy is
-            self.queue.remove(record)
+            own = self._cpu.record(arena_block)
+            assert own is not None
+            self.queue.remove(own)
             self._cpu.release(arena_block)
 
     def refuse_waiting(self) -> None:

@@ -141,6 +141,7 @@ def _hits(tokens: Stats) -> Iterator[Metric]:
     yield counter("generation_tokens", "Tokens generated for finished requests.", tokens["completion_tokens"])
     yield counter("cached_prompt_tokens", "Prompt tokens that no step had to compute.", tokens["cached_tokens"])
     yield counter("reencoded_tokens", "Prompt tokens reused at another position.", hits["reencoded"])
+    yield counter("quantised_tokens", "Prompt tokens reused as quantised copies, or behind some.", hits["quantised"])
     yield counter("prefix_cache_queries", "Prompt tokens looked up in HBM.", asked["hbm"])
     yield counter("prefix_cache_hits", "Prompt tokens found in HBM.", hits["hbm"])
     yield counter("external_prefix_cache_queries", "Prompt tokens looked up below HBM.", asked["cpu"])

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -146,6 +146,7 @@ class Sampling(Naming, kw_only=True):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    kv_exact: bool | None = None
     use_beam_search: bool | None = None
     beam_width: Annotated[int, Meta(ge=1, le=64)] | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
@@ -437,13 +438,16 @@ def _not_finite(value: object, path: str) -> Iterator[str]:
 
 
 class CachedTokens(msgspec.Struct):
-    """By the tier that held a block when the request arrived; reencoded: reused at another position."""
+    """By the tier that held a block when the request arrived; reencoded: reused at another position. quantised: of all
+    these, as they were not exact after the disk's codec; no summand.
+    """
 
     hbm: int
     cpu: int
     disk: int
     remote: int
     reencoded: int
+    quantised: int
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -483,7 +487,7 @@ class TimingsObject(msgspec.Struct):
 
 def usage_object(usage: Usage) -> UsageObject:
     details, total = usage.cached_tokens_details, usage.prompt_tokens + usage.completion_tokens
-    by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
+    by_tier = CachedTokens(**asdict(details))
     of_prompt = PromptTokensDetails(
         details.total, by_tier, usage.cache_write_tokens, usage.miss or UNSET, usage.thinking or UNSET
     )

@@ -93,7 +93,8 @@ def show_compacted(result: Mapping[str, Any], out: Console) -> None:
 def show_why(result: Mapping[str, Any], out: Console) -> None:
     """What a request found, and what it missed and why, for each of its answers."""
     for usage in result["answers"]:
-        num_cached, miss = sum(usage["cached_tokens_details"].values()), usage["miss"]
+        details, miss = usage["cached_tokens_details"], usage["miss"]
+        num_cached = sum(details.values()) - details.get("quantised", 0)  # which is counted by tier, too
         out.print(f"{usage['prompt_tokens']:,} prompt tokens, {num_cached:,} of them cached")
         if miss is None:
             out.print("nothing was computed that an earlier request of a known conversation had")
@@ -263,6 +264,8 @@ def _facts(stats: Stats) -> list[tuple[str, str]]:
         share = tokens.get("cached_tokens", 0) / prompt_tokens
         reencoded = _part(tokens, "cached_by_tier").get("reencoded", 0)
         extra = f", {reencoded:,} of them re-encoded" if reencoded else ""
+        quantised = _part(tokens, "cached_by_tier").get("quantised", 0)
+        extra += f", {quantised:,} quantised" if quantised else ""
         facts.append(("hit rate", f"{share:.1%} of {prompt_tokens:,} prompt tokens{extra}"))
     if requests:
         facts.append(("requests", _counts(requests) or "none yet"))

@@ -37,7 +37,9 @@ SETTINGS = (
     "temperature", "max_tokens", "seed", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
-TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "remote": "remote", "reencoded": "re-encoded"}
+TIER_NAMES = {
+    "hbm": "hbm", "cpu": "cpu", "disk": "disk", "remote": "remote", "reencoded": "re-encoded", "quantised": "quantised",
+}  # fmt: skip
 SESSION_CHARS = 128
 MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
 

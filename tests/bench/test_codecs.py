@@ -20,11 +20,14 @@ def rows(tmp_path, *flags):
 def test_sizes_and_what_quantised_keys_change(tmp_path):
     found = rows(tmp_path, "--part", "rates", "--part", "quality", "--conversations", "1")
     ratio = {row["codec"]: row["ratio"] for row in found if "ratio" in row}
-    assert ratio["split-zstd"] < ratio["exact12"] < 0.78 < ratio["zstd"] < 1 < ratio["raw"]
+    assert (
+        0.515 < ratio["int8"] < 0.53 < ratio["split-zstd"] < ratio["exact12"] < 0.78 < ratio["zstd"] < 1 < ratio["raw"]
+    )
     assert 0.25 < ratio["int4, keys raw"] < 0.5 < ratio["int8, keys raw"] < 0.6
     quality = {row["codec"]: row for row in found if row["part"] == "quality"}
     exact, coarse, coarser = quality["exact"], quality["int8, keys raw"], quality["int4, keys raw"]
     assert (exact["kl"], exact["same_top"]) == (0, 1) and 0 < coarse["kl"] < coarser["kl"]
+    assert 0 < quality["int8, as stored"]["kl"] < coarser["kl"]
     assert 1 < exact["perplexity"] < 2
 
 

@@ -44,6 +44,7 @@ ALLOWED = {
     "use_beam_search": [False],
     "beam_width": [None],
     "length_penalty": [-10, 0, 0.5, 10],
+    "kv_exact": [True, False],
 }
 REFUSED = {
     "n": [0, MAX_CHOICES + 1, 1.0, True, "1", None],

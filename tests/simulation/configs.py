@@ -36,6 +36,7 @@ class Config:
     state_blocks: int = 0  # that a state takes; 0: the model keeps none
     window_blocks: int = 0  # behind so many a state is needed, which is what layers with a window see; 0: of requests
     window_slots: int = 48
+    quantises: float = 0.0  # how often the codec is int8 when the store is opened; some requests then refuse it
     runs_ahead: bool = False  # as a device does; answers then end at some tokens, too, which are seen late
     faults: Faults = NO_FAULTS
 
@@ -63,6 +64,8 @@ CONFIGS = (
     Config("everything", policy="priority", cpu_blocks=100, disk_blocks=400, faults=ALL),
     Config("ahead", runs_ahead=True, hours=10.0),
     Config("ahead-faults", runs_ahead=True, cpu_blocks=100, disk_blocks=400, faults=ALL),
+    Config("int8", quantises=1.0, faults=Faults(crashes_per_day=5.0, restarts_per_day=5.0)),
+    Config("int8-and-raw", quantises=0.5, cpu_blocks=60, disk_blocks=300, hbm_blocks=60, runs_ahead=True, faults=ALL),
     Config("states", state_blocks=3),
     Config("states-ahead", state_blocks=3, runs_ahead=True, cpu_blocks=0, faults=SOME),
     Config("states-faults", state_blocks=5, cpu_blocks=100, disk_blocks=400, runs_ahead=True, faults=ALL),

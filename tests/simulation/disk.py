@@ -15,7 +15,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, is_quantised
 from kvstore.blocks.records import BlockRecord, ReadResult, StatePiece, TransferPlan, Transferred
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
@@ -35,6 +35,7 @@ from tests.simulation.parts import (
     Clock,
     WatchedPool,
     WatchedWindows,
+    quantised,
     state_content,
     window_part,
 )
@@ -99,7 +100,7 @@ class Platter:
 class Disk:
     """A `DiskTier` and its file, without a file. Freed pages can be used again two transactions later, as in LMDB."""
 
-    path, keeps, most_read_bytes = "the virtual disk", Keeps.EXACT, 1
+    path, keeps, most_read_bytes, codec = "the virtual disk", Keeps.EXACT, 1, "raw"
 
     def __init__(
         self, platter: Platter, capacity_bytes: int, book: Book, clock: Clock, faults: Faults, rng: random.Random,
@@ -164,6 +165,8 @@ class Disk:
         return None
 
     def _put(self, record: BlockRecord, value: bytes) -> None:
+        if is_quantised(record.block_id):
+            value = quantised(value)
         assert value == self.book.blocks[record.block_id], "the disk is given another content than the record says"
         assert record.parent_id == self.book.parents[record.block_id], "the disk is given another parent"
         now_s, block_id = self.clock.now_s, record.block_id

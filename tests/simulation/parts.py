@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from kvstore.blocks.ids import BlockId, state_chain
+from kvstore.blocks.ids import BlockId, is_quantised, quantised_id, state_chain
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import SplicedState
 from kvstore.engine.core.request import Request
@@ -127,6 +127,11 @@ def window_part(content: bytes | bytearray, index: int) -> bytes:
     return bytes(byte ^ (index + 1) for byte in content)
 
 
+def quantised(content: bytes | bytearray) -> bytes:
+    """What is left of this content after a lossy codec. To lose it again changes nothing."""
+    return bytes(byte | 0x80 if index % TOKEN_BYTES == 7 else byte for index, byte in enumerate(content))
+
+
 class Book:
     """The content of every block that was ever named, and of every request. num_state_blocks: that a state takes.
     has_windows: it is the KV of layers with a window.
@@ -146,15 +151,22 @@ class Book:
             self.num_names[content] += 1
         assert self.blocks.setdefault(block_id, content) == content, "one id for two contents"
         self.parents[block_id] = parent_id
+        if not self.num_state_blocks and not is_quantised(block_id):
+            self.name(quantised_id(block_id), quantised_id(parent_id), quantised(content))
+
+    def begin_with(self, root: BlockId) -> None:
+        """A chain, or a splice in it, is built on this."""
+        self.roots |= {root, quantised_id(root)}
 
     def story(self, request: Request) -> bytearray:
         """KV of all of its tokens. A splice that was given up begins it anew."""
         lineage, keys = self._stories.get(request.request_id, (None, bytearray()))
         if lineage != request.lineage:
             lineage, keys = request.lineage, bytearray()
-            self.roots.add(lineage.root)
+            self.begin_with(lineage.root)
             if lineage.splice_index is not None:
-                self.roots.update(run.parent for run in lineage.splices)
+                for run in lineage.splices:
+                    self.begin_with(run.parent)
                 for block_id in request.chain[: lineage.splice_end]:
                     keys += self.blocks[block_id]
             self._stories[request.request_id] = (lineage, keys)

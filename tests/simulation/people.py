@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.blocks.ids import BlockId, Lineage, lineage_root
+from kvstore.blocks.ids import BlockId, Lineage, lineage_root, quantised_id
 from kvstore.blocks.records import Evict
 from kvstore.engine.core.request import Request
 from kvstore.engine.sampling_params import SamplingParams
-from tests.simulation.parts import TOKEN_BYTES, VOCABULARY
+from tests.simulation.parts import TOKEN_BYTES, VOCABULARY, quantised
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -129,7 +129,8 @@ class People:
         else:
             chain, lineage = found
             keys = b"".join(talk.keys[first * TOKEN_BYTES : last * TOKEN_BYTES] for first, last in spans)
-            sim.book.roots.update(run.parent for run in lineage.splices)
+            for run in lineage.splices:
+                sim.book.begin_with(run.parent)
             for index, block_id in enumerate(chain):
                 content = keys[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES]
                 sim.book.name(block_id, lineage.parent(chain, index), content)
@@ -144,7 +145,8 @@ class People:
             lineage_root(sim.connector.root_secret, sim.connector.fingerprint.hex(), talk.tenant)
         )
         stops = (1, 2, 3) if sim.config.runs_ahead else ()
-        params = SamplingParams(n=n, max_tokens=num_output, temperature=0, stop_token_ids=stops)
+        is_exact = sim.config.quantises > 0 and self.rng.random() < 0.1
+        params = SamplingParams(n=n, max_tokens=num_output, temperature=0, stop_token_ids=stops, kv_exact=is_exact)
         first = Request(
             f"r{self._num_requests}", list(talk.tokens), params, num_output, lineage, sim.config.block_size, seed=0,
             priority=talk.priority, arrival_s=sim.clock.now_s, tenant=talk.tenant, chain=list(talk.chain),
@@ -171,6 +173,10 @@ class People:
         talk = self._talk_of[request.request_id]
         talk.answers.append(request)
         self.sim.counts["finished"] += 1
+        if request.params.kv_exact:
+            self.sim.counts["exact"] += 1
+            story = self.sim.book.story(request)
+            assert request.lineage.splice_index is None and quantised(story) != story, "an exact answer is not exact"
         self._left(request.request_id)
 
     def all_ended(self, requests: dict[str, Request]) -> None:
@@ -234,9 +240,9 @@ class People:
         if talk.open or self.rng.random() < 0.5:
             return
         talk.is_deleted = True
-        shared = {block_id for other in self.talks for block_id in other.chain}
-        own = [block_id for block_id in talk.chain if block_id not in shared]
-        own = [b for b in own if not any(b in r.chain for r in self.sim.scheduler.roster.requests.values())]
+        running = self.sim.scheduler.roster.requests.values()
+        shared = {quantised_id(one) for other in (*self.talks, *running) for one in other.chain}
+        own = [block_id for block_id in talk.chain if quantised_id(block_id) not in shared]
         if own:
             self.sim.note(f"{talk.name} is deleted: {len(own)} blocks")
             self.sim.forget(own)

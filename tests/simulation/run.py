@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, quantised_id
 from kvstore.config import CacheTiers
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.opening import OpenDisk
@@ -119,6 +119,8 @@ class Simulation:
         """Stands for an `OpeningDisk`."""
         faults, counts = self.config.faults, self.counts_of_store
         disk = Disk(self.platter, capacity_bytes, self.book, self.clock, faults, self.rng, self.weather, counts)
+        if self.config.quantises and self.rng.random() < self.config.quantises:
+            disk.codec = "int8"
         opened = OpenDisk(disk, DiskIndex.build(disk.scan(), self.clock.module.time), [])
         return SimpleNamespace(directory=self.directory, join=lambda *_: opened, close=lambda: None)
 
@@ -268,8 +270,8 @@ class Simulation:
         for request in requests:
             self.book.story(request)
             self.accounts[request.request_id] = Account(self.clock.now_s)
-        num_hbm = len(self.scheduler.manager.match_prefix(first))
-        in_arena = {one for one in first.chain if self.cpu.arena_block_of(one) is not None}
+        records = map(self.cpu.record, self.cpu.pool.cached_blocks())
+        in_arena = {record.block_id for record in records if record is not None}
         self._may_raise = True
         try:
             self.scheduler.roster.add(first)
@@ -278,7 +280,7 @@ class Simulation:
             return False
         finally:
             self._may_raise = False
-        tiers = first.cached.arrival or []
+        tiers, num_hbm = first.cached.arrival or [], len(self.scheduler.manager.match_prefix(first))
         checks.check_arrival(self, tiers, first.chain, num_hbm, in_arena)
         found = (block_id for block_id, tier in zip(first.chain, tiers, strict=False) if tier == "disk")
         self.counts["blocks found again"] += sum(block_id in self.survivors for block_id in found)
@@ -300,7 +302,7 @@ class Simulation:
                 self.pool.forget(block)
             found, is_gone = self.connector.upkeep.forget(block_ids, 2.0)
             block_ids = list(found)
-        self.forgotten |= found
+        self.forgotten |= found | {one for one in map(quantised_id, block_ids) if one in self.book.blocks}
         self.counts["forgotten at once" if is_gone else "forgotten later"] += 1
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -351,7 +353,8 @@ class Simulation:
                 f"{request.request_id}: usage says {cached}, seen were {account.cached} tokens"
             )
             assert cached.total < request.num_prompt_tokens
-            for tier in ("hbm", "cpu", "disk", "reencoded"):
+            assert not cached.quantised or not request.params.kv_exact
+            for tier in ("hbm", "cpu", "disk", "reencoded", "quantised"):
                 self.counts[f"hit {tier}"] += getattr(cached, tier)
             assert self.config.cpu_blocks or not cached.cpu, "hits in a CPU tier that is switched off"
             assert self.config.disk_blocks or not cached.disk

@@ -12,7 +12,16 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.store.seam import Prefilled
-from tests.simulation.parts import GARBAGE, TOKEN_BYTES, WatchedPool, WatchedWindows, key_after, next_key, next_token
+from tests.simulation.parts import (
+    GARBAGE,
+    TOKEN_BYTES,
+    WatchedPool,
+    WatchedWindows,
+    key_after,
+    next_key,
+    next_token,
+    quantised,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -189,6 +198,7 @@ class Runner:
         if sim.forgotten:  # the last block may have no id yet
             touched = range(first // size, (first + num_tokens - 1) // size + 1)
             anew = {bytes(story[index * width : (index + 1) * width]) for index in touched}
+            anew |= set(map(quantised, anew))
             states = range(sim.book.num_state_blocks)
             anew |= {sim.book.state_part(one, index) for one in anew for index in states if len(one) == width}
             sim.forgotten -= {one for one in sim.forgotten if sim.book.blocks[one] in anew}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.ids import is_quantised
 from kvstore.blocks.records import ReadResult
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import CachedCount, Request
@@ -23,6 +24,7 @@ from kvstore.engine.core.state_slots import StateSlots
 from kvstore.engine.core.window_slots import WindowSlots
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
+from kvstore.store.deletion import Deletion
 from kvstore.store.requests import Requests
 from kvstore.store.saving import StepsInFlight
 from kvstore.store.write_back import DiskSpace, WriteBack
@@ -46,7 +48,7 @@ REACHED = (
     "spliced", "victims while somebody waits", "write error: broken", "write error: i/o error",
     "write error: map full", "prefetched", "prefetch hits", "writes dropped", "injected: scheduled", "injected: plan",
     "injected: reserve", "injected: began", "injected: computed", "injected: executed",
-    "states planned", "states saved", "writes refused", "ran ahead", "computed for nothing",
+    "hit quantised", "exact", "states planned", "states saved", "writes refused", "ran ahead", "computed for nothing",
 )  # fmt: skip
 
 reached: Counter[str] = Counter()
@@ -282,6 +284,26 @@ def window_slot_that_is_released_too_early():
     return {(WindowSlots, "first_held"): lambda first: lambda self, *given: first(self, *given) + 3}
 
 
+def copy_behind_an_exact_block():
+    """Its id would not say what came before it."""
+    return {(WriteBack, "_will_have"): lambda _: lambda self, block_id: False}
+
+
+def copies_under_the_ids_of_exact_blocks():
+    def passed_off(build_on):
+        def built(self, lineage):
+            build_on(self, lineage.exact)
+            self.chain[: len(lineage.sources)] = lineage.with_copies(lineage.sources)
+
+        return built
+
+    return {(Request, "build_on"): passed_off}
+
+
+def deletion_that_leaves_copies():
+    return {(Deletion, "_is_meant"): lambda _: lambda self, block_id: not is_quantised(block_id)}
+
+
 # The bug, the configuration that is to find it, and what is to be said of it.
 PLANTS: list[tuple[Plant, str, str]] = [
     (load_of_a_wrong_arena_block, "plain", "a load of another block"),
@@ -303,6 +325,9 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (request_that_keeps_its_arena_blocks, "queue", "arena blocks are held while nothing runs"),
     (choices_that_keep_a_splice, "bad-disk", "another history"),
     (quarantine_that_keeps_orphans, "bad-disk", "lost its parent"),
+    (copy_behind_an_exact_block, "int8-and-raw", "lost its parent|another"),
+    (copies_under_the_ids_of_exact_blocks, "int8", "another|one id for two contents|what its id says|lost its parent"),
+    (deletion_that_leaves_copies, "int8", "deleted"),
     (hit_behind_which_there_is_no_state, "states", "goes on from another state|KeyError"),
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),

@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.blocks.ids import child_block_id, token_bytes
+from kvstore.blocks.ids import child_block_id, quantised_id, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk import codec as codec_module
 from kvstore.disk.codec import Codec, decode_header, decode_into, encode, is_intact
@@ -49,6 +49,27 @@ def test_round_trip_is_bit_identical(codec, itemsize):
     assert is_intact(value, header)
     assert read(value, record()) == (ReadResult.OK, payload)
     assert read(bytes(value), None) == (ReadResult.OK, payload)
+
+
+def test_int8_is_for_copies_alone():
+    """Under the id of an exact block nothing is written in it, and nothing read."""
+    payload = bf16_payload(3)
+    exact, copy = record(), record(block_id=quantised_id(record().block_id))
+    assert decode_header(encode(exact, payload, Codec.INT8)).codec is Codec.EXACT12
+    value = encode(copy, payload, Codec.INT8)
+    header = decode_header(value)
+    assert header.codec is Codec.INT8 and header.stored_bytes == SIZE // 64 * 33
+    result, lossy = read(value, copy)
+    assert result is ReadResult.OK and lossy != payload
+    assert bytes(encode(copy, lossy, Codec.INT8)) == bytes(value), "stored again it loses more"
+    raw = codec_module.recoded(value, Codec.RAW)
+    assert read(raw, copy) == (ReadResult.OK, lossy)
+    assert bytes(codec_module.recoded(raw, Codec.INT8)) == bytes(value)
+    packed = pack(codec_module.Header(exact, Codec.INT8, 2, SIZE, header.stored_bytes))
+    head = struct.pack("<4sI", codec_module.MAGIC, len(packed)) + packed
+    body = np.frombuffer(value, np.uint8)[-header.stored_bytes :]
+    forged = head + codec_module._checksum(head, body) + body.tobytes()
+    assert read(forged, exact)[0] is ReadResult.CORRUPT
 
 
 @given(st.binary(min_size=1, max_size=300), st.sampled_from(Codec), st.sampled_from([1, 2, 4]))

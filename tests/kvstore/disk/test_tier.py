@@ -283,13 +283,16 @@ def codecs_of(tier, numbers) -> set[str]:
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_compact_rewrites_blocks_of_all_codecs_in_one(store, codec):
-    for number, name in enumerate(CODEC_NAMES):
+    """In int8 copies alone: what is exact stays exact."""
+    exact = [name for name in CODEC_NAMES if name != "int8"]
+    for number, name in enumerate(exact):
         tier = store.open(codec=name)
         write(tier, range(20 * number, 20 * number + 20))
         store.close()
     tier = store.open(codec="raw")
-    assert codecs_of(tier, range(80)) == set(CODEC_NAMES)
+    assert codecs_of(tier, range(80)) == set(exact)
     report = tier.compact(codec)
+    codec = "exact12" if codec == "int8" else codec
     assert codecs_of(tier, range(80)) == {codec} and present(tier, range(80)) == list(range(80))
     assert tier.verify() == VerifyReport(num_ok=80, num_heads=10), "sizes in the index agree with what is stored"
     assert (report.after_bytes < report.before_bytes) == ("zstd" in codec)
@@ -331,7 +334,7 @@ def dies(*arguments):
 tier = Store(Path.cwd()).open()
 own = getattr(place, name)
 with mock.patch.object(place, name, dies):
-    tier.compact("exact12")
+    tier.compact("int8")
 """
 
 

@@ -76,6 +76,13 @@ def test_decisions(num_blocks, num_unread, read_s, compute_s, way, num_head):
     assert (choice.num_next > 0) == (way is Way.BOTH) and choice.num_next <= choice.num_blocks
 
 
+def test_what_is_of_use_only_together_is_read_unless_computing_is_better_and_sometimes_all_the_same():
+    assert with_disk(0.001, 0.01).should_read(100, 100), "a tenth of computing"
+    slow = with_disk(0.02, 0.01)
+    assert slow.should_read(100, 0), "it is in memory"
+    assert sum(slow.should_read(100, 100) for _ in range(64)) == 4
+
+
 def test_nothing_is_computed_before_computing_was_measured():
     made = Planner(1600, SIZE)
     made.read(1600, 10.0)

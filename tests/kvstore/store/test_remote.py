@@ -10,12 +10,13 @@ from kvstore.blocks.records import ReadResult
 from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.spread import KNOWN_S, MOST_KNOWN, BelievedContents, SpreadTier
 from kvstore.store import remote
+from kvstore.store.context import Identity
 from kvstore.store.control_plane import choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import Questions, RemoteBlocks, RemoteSource
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
 from kvstore.store.requests import Requests
-from kvstore.store.stored import Deletions, Identity, StoredBlocks, TierReads
+from kvstore.store.stored import Deletions, StoredBlocks, TierReads
 from kvstore.tiers.port import Asked, WriteDone
 from kvstore.tiers.worker import TierWorker
 from tests.support.faults import constants

@@ -7,11 +7,12 @@ from kvstore.policy.conversation import Conversation
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.context import Identity, StoreContext
 from kvstore.store.control_plane import Matcher, choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import Match
-from kvstore.store.stored import Identity, StoreContext, StoredBlocks, TierReads
+from kvstore.store.stored import StoredBlocks, TierReads
 from kvstore.tiers.port import ReadDone, ReadJob
 
 ROOT, SIZE = b"r" * 32, 4
