@@ -21,7 +21,8 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, Prefetch, ReadStats, VerifyBlocks
 from kvstore.engine.outputs import MOST_ASKED, LastUsages
-from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
+from kvstore.engine.sessions.changes import DELETE_TIMEOUT_S
+from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.window import lineage_of
 from kvstore.engine.stats import EngineStats
 from kvstore.errors import (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import format_size
@@ -23,7 +24,8 @@ class Facts:
     pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
     and layout where KV outlives the process, else empty. root_secret: of its lineage roots. sampling_defaults: what the
     model's authors recommend. max_num_seqs: how many sequences run at once. can_splice: whether KV of any run of tokens
-    can be kept and used elsewhere: there is a CPU tier, and the model has neither states nor windows.
+    can be kept and used elsewhere: there is a CPU tier, and the model has neither states nor windows. compute_price: of
+    a token, in loads of one; it stays while the core lives.
     """
 
     model_name: str
@@ -37,6 +39,17 @@ class Facts:
     sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
     max_num_seqs: int
     can_splice: bool = False
+    compute_price: float = 8.0
+
+    def clearing_pays(self, num_loaded: int, num_computed: int, num_copied: int = 0) -> bool:
+        """Whether it pays to clear tokens of a prompt: not to have done so has cost as much as it costs to do it.
+
+        num_loaded: these tokens, added up over the prompts that they could have been cleared from. num_computed: what
+        stands behind them, and is computed once instead of loaded. num_copied: what is re-encoded instead; a copy costs
+        about a load. So it is decided where nobody knows how many turns are to come: it does not cost twice what it
+        would if that were known (Karlin et al., Competitive Snoopy Caching, Algorithmica 1988).
+        """
+        return num_loaded > (self.compute_price - 1) * num_computed + num_copied
 
     def root(self, tenant: str, cache_salt: str = "") -> BlockId:
         """The lineage root of this tenant's chains."""
@@ -298,6 +311,15 @@ class Choice:
         return message
 
 
+class AppliedEdit(msgspec.Struct, frozen=True):
+    """What was cleared: from the history that came, or, in a session, by this turn. Each type has one of the counts."""
+
+    type: str
+    cleared_input_tokens: int
+    cleared_tool_uses: int | UnsetType = UNSET
+    cleared_thinking_turns: int | UnsetType = UNSET
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The result of one prompt. text, token_ids, content, and so on are those of the first choice."""
@@ -308,6 +330,7 @@ class RequestOutput:
     usage: Usage
     ttft_s: float | None  # seconds from the request's arrival to its first token; None if it ended without one
     timings: Timings = Timings()  # complete once every choice has ended
+    applied_edits: Sequence[AppliedEdit] = ()
 
     @property
     def text(self) -> str:

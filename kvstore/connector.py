@@ -19,7 +19,7 @@ from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout, States
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.planner import LookAhead
+from kvstore.policy.planner import ASSUMED_PRICE, LookAhead
 from kvstore.policy.policies import Steering
 from kvstore.stats import MOST_LOSSES, Losses
 from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, StepSpan, Upkeep
@@ -37,6 +37,7 @@ class KVConnector(Protocol):
     Without a store, verbs that return None do nothing.
     """
 
+    compute_price: float  # of a token, in loads of one; as it was known when this was opened
     fingerprint: bytes  # names the model and layout whose KV is stored; empty without a store
     hbm_order: Order  # of conversations in the engine's pool; its owner is the engine's thread
     root_secret: bytes  # with the fingerprint it makes lineage roots
@@ -219,6 +220,7 @@ class NullConnector(KVConnector):
         self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time,
         reports: bool = False,
     ) -> None:  # fmt: skip
+        self.compute_price = ASSUMED_PRICE
         self.fingerprint = b""
         self.root_secret = secrets.token_bytes(32)
         self.holdings = Holdings(self._root) if reports else None

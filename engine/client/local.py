@@ -252,7 +252,7 @@ class LocalCore:
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
             config.block_size, block_bytes_in_hbm(model, limits, num_blocks), model.spec.vocab_size,
             self.connector.fingerprint, self.connector.root_secret, loaded.sampling_defaults,
-            limits.max_num_seqs, is_plain and bool(config.tiers.cpu),
+            limits.max_num_seqs, is_plain and bool(config.tiers.cpu), self.connector.compute_price,
         )  # fmt: skip
         if self._events is not None and holdings is not None:
             self._events.start(holdings)

@@ -2,6 +2,7 @@
 
 Loads no torch.
 
+- `changes`: what changes a session and is no answer: truncation by request, edits, clearing
 - `chat`: a session, and its place in the store: send, stream, fork; durable turn by turn; sessions by their ids, and
   hints that one is needed soon
 - `edits`: messages that are removed or replaced, and what becomes of the window's ids and KV

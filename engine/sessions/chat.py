@@ -11,20 +11,17 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
-
-from msgspec import structs
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.client.messages import Forget, Pin
+from kvstore.engine.client.messages import Pin
 from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.edits import Directive, EditResult, directives_of, edit
-from kvstore.engine.sessions.window import OneTurn, Window, spliced_blocks
+from kvstore.engine.sessions.changes import SessionChanges, SessionParts
+from kvstore.engine.sessions.window import OneTurn, Window
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import (
@@ -38,7 +35,7 @@ from kvstore.engine.text.prompts import (
     options_of,
     without_spans,
 )
-from kvstore.engine.turns import Claims, Hold, blocking
+from kvstore.engine.turns import Hold, blocking
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -49,17 +46,15 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.answers import AnswerStore, owner_tag
-from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.answers import AnswerStore
+from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, TurnRecord
 from kvstore.sessions.sharing import Claim
 from kvstore.sessions.store import SessionStore
 
 Recalled = Callable[[list[Message]], list[int]]
-Changed = tuple[Window, TurnRecord, Sequence[MessageEdit]]  # the window after a change, its record, what to forget
-DELETE_TIMEOUT_S = 60.0
 
 
-class ChatSession:
+class ChatSession(SessionChanges):
     """One conversation; made by `Engine.chat`. One turn at a time. Other servers may have stored more turns of it.
 
     last: the last turn's output. truncation, truncation_reuse: see `Engine.chat`. window: the transcript, and the part
@@ -70,6 +65,8 @@ class ChatSession:
     number: the store's own for it; None until the first turn is stored. num_turns: that are stored, as far as known
     here. truncated_tokens: dropped from the window by these. updated_s: when the last of them was stored.
     """
+
+    chats: Chats
 
     def __init__(self, chats: Chats, key: SessionKey, system: str | None, state: SessionState | None) -> None:
         self.key = key
@@ -173,12 +170,14 @@ class ChatSession:
             self._lease(hold, undo)
             if after_turn not in (None, self.num_turns):
                 raise SessionBusyError(f"session {self.session_id} has gone on since turn {after_turn}")
+            applied = () if options.context_management is None else self._clear(hold, messages, options)
             with self.storing:
                 if self.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
                 turn = hold.turn = self._submit(messages, params, hold.request_key, listener, options, recall)
             undo.pop_all()
+            turn.handle.output.applied_edits = applied
             return turn
 
     def _lease(self, hold: Hold, undo: ExitStack) -> None:
@@ -328,80 +327,6 @@ class ChatSession:
         chats.drop(key)
         return chats.open(key, None, self.truncation, self.truncation_reuse)
 
-    def keep_last(self, num_turns: int) -> TurnRecord | None:
-        """Remove all but the last turns from the window now; the transcript stays. Durable on return.
-
-        It is stored as a turn without messages, which is returned; None when the window has no more turns than that.
-        Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
-        """
-
-        def shortened() -> Changed | None:
-            before, template = self.window, self.chats.language.chat_template()
-            after = before.last(num_turns, self.chats.client, self.tenant, self.truncation_reuse)
-            if after is None:
-                return None
-            num_tokens = max(0, len(before.token_ids) - after.num_tokens(template))
-            number = self.num_turns + 1
-            return after, after.record(number, (), truncated_tokens=num_tokens, finish_reason="truncated"), ()
-
-        return self._change(shortened)
-
-    def edit(
-        self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None
-    ) -> EditResult:
-        """Remove messages, or give them another content; see `Directive`. Durable on return. It is stored as a turn
-        without messages; a fork of the turn before goes on without it.
-
-        reuse: of the KV behind the edit. "exact": none; the next turn computes it. "reencode": what is stored, which
-        remembers what it has read. "forget": none; it is deleted everywhere, and what was there from the transcript.
-        expected_turn: how many turns the session has, else SessionBusyError. Raises RequestError, and as `keep_last`.
-        """
-        directives, chats, num_reencoded = directives_of(edits, reuse), self.chats, 0
-
-        def edited() -> Changed:
-            nonlocal num_reencoded
-            if expected_turn not in (None, self.num_turns):
-                raise SessionBusyError(f"session {self.session_id} has {self.num_turns} turns, not {expected_turn}")
-            turns, template = chats.sessions.turns(self.key, 0, self.num_turns), chats.language.chat_template()
-            made, after, num_reencoded = edit(
-                self.window, turns or (), directives, reuse, template, chats.client, self.tenant
-            )
-            miss = None if after.miss is None else structs.asdict(after.miss)
-            kept, forgotten = ((), made) if reuse == "forget" else (made, ())
-            number = self.num_turns + 1
-            return after, after.record(number, (), edits=kept, finish_reason="edited", miss=miss), forgotten
-
-        record = self._change(edited)
-        assert record is not None
-        done = "exact" if reuse == "reencode" and not num_reencoded else reuse
-        return EditResult(record.number, done, len(record.token_ids), num_reencoded)
-
-    def _change(self, change: Callable[[], Changed | None]) -> TurnRecord | None:
-        """Store a turn without messages."""
-        claims = self.chats.claims
-        with ExitStack() as leased:
-            hold = claims.hold(self.key)
-            leased.callback(claims.release, hold)
-            self._lease(hold, leased)
-            with self.storing:
-                if self.is_deleted or self.number is None:
-                    raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
-                before, changed = self.window, change()
-                if changed is None:
-                    self.chats.sessions.confirm()
-                    return None
-                after, record, forgotten = changed
-                try:
-                    self.store(record, after, hold.lease, forgotten)
-                except Exception:
-                    self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
-                    raise
-        self.last = None if forgotten else self.last
-        for tombstone in self.chats.sessions.pending_deletions() if forgotten else ():
-            if tombstone.key == self.key:
-                self.chats.carry_out(tombstone, (), DELETE_TIMEOUT_S)
-        return record
-
     def set_ttl(self, ttl_s: float | None) -> None:
         """Let the session expire this many seconds after its last turn; None keeps it. Needs a first turn."""
         if self.number is None:
@@ -431,17 +356,11 @@ MAX_KEPT = 256
 MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each
 
 
-class Chats:
-    """The sessions of one engine. claims: which turn has which. known: the objects in use. lock: held while one is
-    made.
-    """
+class Chats(SessionParts):
+    """The sessions of one engine. known: the objects in use. lock: held while one is made."""
 
     def __init__(self, client: CoreClient, language: Language, sessions: SessionStore, answers: AnswerStore) -> None:
-        self.client = client
-        self.language = language
-        self.sessions = sessions
-        self.answers = answers
-        self.claims = Claims(sessions.sharing.leases)
+        super().__init__(client, language, sessions, answers)
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._kept: OrderedDict[SessionKey, tuple[ChatSession, int]] = OrderedDict()  # with its tokens then
@@ -492,9 +411,3 @@ class Chats:
         with self.lock:
             self.known.pop(key, None)
             self._let_go(key)
-
-    def carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
-        """Delete what a deletion has left behind, and further unstored blocks. What cannot be deleted stays pending."""
-        is_forgotten = self.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
-        if self.client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
-            self.sessions.finish_deletion(tombstone.number).wait()

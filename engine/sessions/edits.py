@@ -21,10 +21,13 @@ from kvstore.engine.sessions.misses import common_prefix
 from kvstore.engine.sessions.spans import compute
 from kvstore.engine.sessions.window import Window, turn_begins
 from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import check_text
 from kvstore.errors import RequestError
 from kvstore.sessions.record import MessageEdit, TurnRecord, transcript
 
+# The window after a change of a session, its record, and what to forget.
+Changed = tuple[Window, TurnRecord, Sequence[MessageEdit]]
 Place = tuple[int, int]  # of a message: its turn, and its index among what that turn has added
 REUSES = ("exact", "reencode", "forget")
 MAX_EDITS = 4096
@@ -88,13 +91,14 @@ def directives_of(given: Iterable[object], reuse: object) -> list[Directive]:
 
 
 def edits_of(
-    directives: Sequence[Directive], said: Mapping[Place, Message], added: Sequence[int], num_before: int, reuse: str
+    directives: Sequence[Directive], window: Window, turns: Sequence[TurnRecord], reuse: str
 ) -> list[MessageEdit]:
-    """What the directives do. said: the transcript; added: how many messages each turn has added to it. num_before: the
-    messages of a system prompt before these, that no turn has brought.
+    """What the directives do. turns: all of the session.
 
     Only what is to be forgotten can have been removed before. Raises RequestError.
     """
+    said, added = transcript(turns), [len(turn.messages) for turn in turns]
+    num_before = len(window.messages) - len(said)  # of a system prompt that no turn has brought
     places, edits = list(said), dict[Place, MessageEdit]()
     for number, one in enumerate(directives):
         place = _place(one, f"edits[{number}]", said, places, added, num_before)
@@ -169,17 +173,33 @@ def _calls(messages: Sequence[Message]) -> tuple[set[str], set[str]]:
     return is_open, stray
 
 
-def edit(
-    before: Window, turns: Sequence[TurnRecord], directives: Sequence[Directive], reuse: str, template: ChatTemplate,
+def edits_at(changed: Mapping[int, Message], window: Window, turns: Sequence[TurnRecord]) -> list[MessageEdit]:
+    """What gives other messages to these places in the window."""
+    places = list(transcript(turns))
+    first = len(window.shown) - len(places)  # of the transcript's, in the window
+    return [MessageEdit(*places[index - first], message) for index, message in changed.items()]
+
+
+def edited_turn(
+    before: Window, turns: Sequence[TurnRecord], edits: Sequence[MessageEdit], reuse: str, language: Language,
     client: CoreClient, tenant: str,
-) -> tuple[list[MessageEdit], Window, int]:  # fmt: skip
-    """What the directives do, the window after it, and how many tokens keep their KV behind it. turns: all of the
-    session. Raises RequestError.
+) -> tuple[Changed, int]:  # fmt: skip
+    """The turn that these edits are, and how many tokens keep their KV behind them. turns: all of the session.
+
+    Raises RequestError.
     """
-    said = transcript(turns)
-    num_before = len(before.messages) - len(said)
-    edits = edits_of(directives, said, [len(turn.messages) for turn in turns], num_before, reuse)
-    changed = {edit.place: edit.message for edit in edits}
+    after, num_reencoded = _edit(before, transcript(turns), edits, reuse, language, client, tenant)
+    miss = None if after.miss is None else msgspec.structs.asdict(after.miss)
+    kept, forgotten = ((), edits) if reuse == "forget" else (edits, ())
+    record = after.record(len(turns) + 1, (), edits=kept, finish_reason="edited", miss=miss)
+    return (after, record, forgotten), num_reencoded
+
+
+def _edit(
+    before: Window, said: Mapping[Place, Message], edits: Sequence[MessageEdit], reuse: str, language: Language,
+    client: CoreClient, tenant: str,
+) -> tuple[Window, int]:  # fmt: skip
+    changed, num_before = {edit.place: edit.message for edit in edits}, len(before.messages) - len(said)
     messages, left, num_dropped = before.messages[:num_before], list[KeptMessage](), before.num_dropped
     for index, (place, old) in enumerate(said.items(), num_before - len(before.system) - num_dropped):
         message = changed.get(place, old)
@@ -188,9 +208,9 @@ def edit(
             left += [KeptMessage(index, messages[-1], place in changed)] if index >= 0 else []
         elif index < 0:
             num_dropped -= 1
-    check_edited(before.messages, messages, template)
-    after, parts = edited(before, messages, num_dropped, left, template)
-    return edits, *with_kv(before, after, parts, client, tenant, reuse)
+    check_edited(before.messages, messages, language.chat_template())
+    after, parts = edited(before, messages, num_dropped, left, language)
+    return with_kv(before, after, parts, client, tenant, reuse)
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
@@ -217,7 +237,7 @@ class _Turn:
 
 
 def edited(
-    before: Window, messages: list[Message], num_dropped: int, said: Sequence[KeptMessage], template: ChatTemplate
+    before: Window, messages: list[Message], num_dropped: int, said: Sequence[KeptMessage], language: Language
 ) -> tuple[Window, list[Part]]:
     """The window with other messages, and what its ids are made of: the ids of what changed are rendered again.
 
@@ -228,7 +248,7 @@ def edited(
         before, messages=messages, num_dropped=num_dropped, token_ids=[], chain=[], lineage=before.lineage.exact,
         turn_starts=[], num_foreign=0, miss=None,
     )  # fmt: skip
-    made = _parts(before, said, template) if said else None
+    made = _parts(before, said, language) if said else None
     if made is None:
         return bare, []
     parts, starts = made
@@ -300,9 +320,10 @@ def _spliced(before: Window, after: Window, parts: Sequence[Part], client: CoreC
     return client.call(Splice(before.chain, before.token_ids, before.lineage, spans, tenant, behind))
 
 
-def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) -> tuple[list[Part], list[int]] | None:
+def _parts(before: Window, said: Sequence[KeptMessage], language: Language) -> tuple[list[Part], list[int]] | None:
     """What the ids are made of, and where turns begin in them."""
-    shown, end = before.shown[len(before.system) :], template.end_ids(bool(before.system))
+    template = language.chat_template()
+    shown, end = before.shown[len(before.system) :], template.end_ids(_has_head(before))
     begins = turn_begins(shown)
     if end is None or not before.turn_starts or len(begins) != len(before.turn_starts):
         return None
@@ -313,7 +334,7 @@ def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) 
     cuts = [*turn_begins(new), len(new)]
     parts, starts = list[Part]([(0, before.turn_starts[0])]), list[int]()
     for begin, stop in pairwise(cuts):
-        made = _turn_parts(before, turns, said[begin:stop], _context(before.system, new, begin), template, end)
+        made = _turn_parts(before, turns, said[begin:stop], _context(before.system, new, begin), language, end)
         if made is None:
             return None
         if begin:
@@ -324,29 +345,46 @@ def _parts(before: Window, said: Sequence[KeptMessage], template: ChatTemplate) 
     return parts, starts
 
 
+def _has_head(before: Window) -> bool:
+    """Whether a system message stands before the first turn, as templates show tools in one."""
+    return bool(before.system) or any(before.options[:16])  # of the tools, see `AnswerOptions.digest`
+
+
 def _turn_parts(
-    before: Window, turns: Sequence[_Turn], said: Sequence[KeptMessage], context: list[Message], template: ChatTemplate,
+    before: Window, turns: Sequence[_Turn], said: Sequence[KeptMessage], context: list[Message], language: Language,
     end: list[int],
 ) -> list[Part] | None:  # fmt: skip
     """What the ids of one turn are made of."""
-    shown, last = before.shown[len(before.system) :], said[-1]
-    old = next(turn for turn in turns if last.index in turn.indices)
-    if [one.index for one in said] == list(old.indices) and not any(one.is_new for one in said):
-        return [(old.start, old.stop)]
+    template, shown, last = language.chat_template(), before.shown[len(before.system) :], said[-1]
+    old, thought = next(turn for turn in turns if last.index in turn.indices), (0, 0)
+    if last.message | {"reasoning_content": None} == shown[last.index] | {"reasoning_content": None}:
+        if last.is_new:  # only its thinking has gone
+            ids, opening = before.token_ids[old.start : old.stop], template.opens_with(_has_head(before))
+            found = language.thought_in(ids, shown[last.index], opening)
+            if found is None:
+                return None
+            thought = (old.start + found[0], old.start + found[1])
+        last = replace(last, is_new=False)
+    if [one.index for one in said] == list(old.indices) and not any(one.is_new for one in [*said[:-1], last]):
+        return _around(thought, (old.start, old.stop))
     asked = [one.message for one in said[:-1]]
     made = template.following_ids([], context, asked) if asked else None
     if made is None or made[: len(end)] != end or last.index != old.indices[-1]:
         return None
     if last.is_new:
-        opened = template.opened_ids(bool(before.system))
-        if made[len(made) - len(opened) :] != opened:
+        opened = template.opened_ids(_has_head(before))
+        if made[len(made) - len(opened) :] != opened or "tool_calls" in last.message:
             return None
         return [made[len(end) : len(made) - len(opened)] + template.encode_answer(last.message["content"])]
     was_asked = [shown[index] for index in old.indices[:-1]]
     was = template.following_ids([], _context(before.system, shown, old.indices[0]), was_asked) if was_asked else None
     if was is None or before.token_ids[old.start : old.start + len(was) - len(end)] != was[len(end) :]:
         return None  # it is shown in another way than alone
-    return [made[len(end) :], (old.start + len(was) - len(end), old.stop)]
+    return [made[len(end) :], *_around(thought, (old.start + len(was) - len(end), old.stop))]
+
+
+def _around(cut: Span, span: Span) -> list[Part]:
+    return [(span[0], cut[0]), (cut[1], span[1])] if cut[0] < cut[1] else [span]
 
 
 def _context(system: list[Message], said: Sequence[Message], begin: int) -> list[Message]:

@@ -6,6 +6,7 @@ Loads no torch; knows neither sessions nor a store.
 - `call_arguments`: what holds a model to the form of its calls; grammars for arguments that are no JSON
 - `chat_template`: from messages to token ids, by what the template adds: its text with control tokens, people's text
   without any
+- `clearing`: what clients no longer want of a history in its prompt, cleared in steps that pay
 - `compiler`: compiles grammars over a model's tokens, in a thread of its own
 - `grammar`: grammars from what a request wants its answer to match
 - `histories`: the ids of a history that comes as text, around those of known answers

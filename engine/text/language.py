@@ -14,11 +14,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvstore.engine.outputs import AnswerEvent, Choice, Piece, RequestOutput, TokenLogprob, ToolCallEvent
+from kvstore.engine.outputs import (
+    AnswerEvent,
+    AppliedEdit,
+    Choice,
+    Facts,
+    Piece,
+    RequestOutput,
+    TokenLogprob,
+    ToolCallEvent,
+)
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.call_arguments import with_tools
 from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.clearing import cleared
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions
 from kvstore.engine.text.response_template import ResponseTemplate
 from kvstore.errors import RequestError
@@ -111,6 +121,15 @@ class Language:
             return None if thought.search(whole) else (0, 0)
         first, end = end_of(whole[:start]), end_of(whole[: found.end()])
         return None if first is None or end is None else (first, end)
+
+    def cleared(
+        self, messages: Sequence[Message], options: AnswerOptions, facts: Facts, is_session: bool = False
+    ) -> tuple[dict[int, Message], list[AppliedEdit]]:
+        """See `kvstore.engine.text.clearing`. Nothing is cleared where the options do not ask for it."""
+        if options.context_management is None:
+            return {}, []
+        template = self.chat_template(options)
+        return cleared(messages, options.context_management, template, self.tokenizer, facts, is_session)
 
     def constrained(self, params: SamplingParams, options: AnswerOptions = NO_OPTIONS) -> SamplingParams:
         """The parameters with a grammar for what the tools' use demands. Raises RequestError."""

@@ -18,6 +18,7 @@ import msgspec
 
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams
 from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.clearing import ContextManagement
 from kvstore.errors import ContextLengthError, RequestError
 
 USUAL_CHARS = 8  # of a token; texts that fit with so many are tokenized without further checks
@@ -358,7 +359,7 @@ class AnswerOptions:
     parallel_tool_calls: False allows one call at most. chat_template_kwargs: variables of the model's own template.
     reasoning_effort: one of EFFORTS, for templates that know it; where they know only on and off, "none" is off.
     thinking: "drop" takes from a session's context the reasoning that the template does not show, "keep" leaves it.
-    Raises RequestError, which names the field.
+    context_management: what is cleared from the history; it was checked. Raises RequestError, which names the field.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -367,6 +368,7 @@ class AnswerOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     thinking: str = "keep"
+    context_management: ContextManagement | None = None
 
     def __post_init__(self) -> None:
         if self.thinking not in ("keep", "drop"):
@@ -386,6 +388,13 @@ class AnswerOptions:
             raise RequestError(f"tool_choice names {self.named!r}, which is none of tools", param="tool_choice")
         if self.tool_choice == "required" and not tools:
             raise RequestError("tool_choice is 'required', and there are no tools", param="tool_choice")
+
+    def with_clearing(self, wanted: ContextManagement | None, is_session: bool) -> AnswerOptions:
+        """Raises RequestError, which names the field."""
+        if wanted is None:
+            return self
+        wanted.check(is_session)
+        return replace(self, context_management=wanted)
 
     @property
     def named(self) -> str | None:

@@ -30,6 +30,7 @@ MOST_KEPT = 0.9  # largest weight of earlier measurements after a new one: a rat
 NUM_SAMPLES = 7  # of steps
 STEP_TOKENS = 32  # one more step costs as much as this many tokens, whatever its size
 ASSUMED_READ_RATE, ASSUMED_REMOTE_RATE = 500e6, 100e6  # bytes/s of a disk and a network without measurements yet
+ASSUMED_PRICE, MOST_PRICE = 8.0, 16.0  # of computing, in loads; to attend to a loaded token is not free either
 RETRY_EVERY = 16  # one in this many requests that are better computed is loaded all the same: rates change
 _COMPUTE_AFTER = 8  # requests that waited for the disk without a measurement of computing
 SAVE_SHARE = 4  # one in this many arena blocks is not for reading ahead, but for saving what is computed meanwhile
@@ -221,6 +222,16 @@ class Planner:
     def prefill_tokens_per_s(self) -> float | None:
         """None: no prefill was measured yet."""
         return self._prefill.per_s
+
+    @property
+    def compute_price(self) -> float:
+        """What it costs to compute a token, in loads of one from the CPU tier: a power of two, so that it is seldom
+        another one at the next start. Assumed until both are measured.
+        """
+        load_s, compute_s = self._load_s, self._compute_s(0)
+        if not load_s or compute_s is None:
+            return ASSUMED_PRICE
+        return min(max(1.0, 2.0 ** round(math.log2(compute_s / load_s))), MOST_PRICE)
 
     def _compute_s(self, num_others: int) -> float | None:
         """Seconds to compute a block beside other prompts."""

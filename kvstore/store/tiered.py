@@ -48,6 +48,7 @@ class TieredConnector:
 
     def __init__(self, parts: StoreParts, fingerprint: str) -> None:
         self.parts = parts
+        self.compute_price = parts.store.planner.compute_price
         self.fingerprint = bytes.fromhex(fingerprint)
         self.root_secret = parts.secret
         self.hbm_order: Order = parts.store.steering.order("hbm")

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.outputs import Miss, Timings, Usage
+from kvstore.engine.outputs import AppliedEdit, Miss, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, CallIn, check_chars, in_order_of_calls, joined
@@ -473,6 +473,17 @@ class UsageObject(msgspec.Struct, omit_defaults=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     capped_max_tokens: int | None = None
+
+
+class AppliedEdits(msgspec.Struct):
+    """What was done of the request's context_management."""
+
+    applied_edits: list[AppliedEdit] = []
+
+
+def edits_in(options: AnswerOptions, applied: Sequence[AppliedEdit]) -> AppliedEdits | UnsetType:
+    """As an answer tells them; unset where the request has no context_management."""
+    return UNSET if options.context_management is None else AppliedEdits(list(applied))
 
 
 class TimingsObject(msgspec.Struct):

@@ -11,11 +11,27 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.outputs import Choice, Miss, Usage
 from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions, check_effort, in_order_of_calls
 from kvstore.errors import ContextLengthError
-from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolIn, flat_options_of
+from kvstore.service.api.asking import (
+    FunctionIn,
+    JsonSchema,
+    ResponseFormat,
+    ToolIn,
+    flat_options_of,
+)
 from kvstore.service.api.pinning import seconds_of
-from kvstore.service.api.schema import CachedTokens, ContentPart, Sampling, Stop, said_content, text_of, usage_object
+from kvstore.service.api.schema import (
+    AppliedEdits,
+    CachedTokens,
+    ContentPart,
+    Sampling,
+    Stop,
+    said_content,
+    text_of,
+    usage_object,
+)
 from kvstore.service.http.errors import ApiError, bad_request
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -94,7 +110,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class MessagesBody(Sampling, kw_only=True):
-    """max_tokens: may be left out. context_management: no edit is applied. output_format: its older place."""
+    """max_tokens: may be left out. output_format: its older place."""
 
     NAMES_UNKNOWN: ClassVar[bool] = True
     model: str | None = None
@@ -107,7 +123,7 @@ class MessagesBody(Sampling, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     cache_control: CacheControl | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
 
     @property
     def options(self) -> AnswerOptions:
@@ -127,9 +143,10 @@ class MessagesBody(Sampling, kw_only=True):
             for tool in self.tools or ()
         ]
         named = {"type": "function", "function": {"name": choice.name}}
-        return flat_options_of(
+        options = flat_options_of(
             tools, named if wanted == "tool" else wanted, not choice.disable_parallel_tool_use, *self._thought()
         )
+        return options.with_clearing(self.context_management, is_session=False)
 
     def _thought(self) -> tuple[dict[str, Any], str | None]:
         """Variables of the chat template, and the effort."""
@@ -344,12 +361,6 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
         )
 
 
-class AppliedEdits(msgspec.Struct):
-    """None: no edit is made to a history."""
-
-    applied_edits: list[str] = []
-
-
 class MessageObject(msgspec.Struct, kw_only=True):
     """stop_reason: end_turn, stop_sequence, tool_use, max_tokens or model_context_window_exceeded."""
 
@@ -364,8 +375,15 @@ class MessageObject(msgspec.Struct, kw_only=True):
     context_management: AppliedEdits | UnsetType = UNSET
 
 
+class OriginalCount(msgspec.Struct):
+    """Before anything was cleared."""
+
+    original_input_tokens: int
+
+
 class TokenCount(msgspec.Struct):
     input_tokens: int
+    context_management: OriginalCount | UnsetType = UNSET
 
 
 def content_of(choice: Choice, signature: str) -> list[MessageText | MessageThinking | MessageCall]:

@@ -10,14 +10,14 @@ from msgspec import UNSET
 
 from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
 from kvstore.engine.text.chat_template import Message, without_marks
-from kvstore.engine.text.prompts import num_chars_of
+from kvstore.engine.text.prompts import AnswerOptions, num_chars_of
 from kvstore.engine.turns import Turn
 from kvstore.service.api.anthropic import message_schema as schema
 from kvstore.service.api.edge import check_tokenized
 from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answer, context_of, tenant_of
 from kvstore.service.api.naming import name_of
-from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
-from kvstore.service.api.schema import check_model, read_body, sampling_params
+from kvstore.service.api.openai.stateless import StatelessRequest, cleared_history, open_stateless
+from kvstore.service.api.schema import check_model, edits_in, read_body, sampling_params
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
 
@@ -34,7 +34,7 @@ class MessagesDialect(Dialect[TurnResult]):
     id: str
     model: str
     request_id: str
-    edits: schema.AppliedEdits | Any
+    options: AnswerOptions
     index: int = 0
     kind: str = ""
 
@@ -58,7 +58,8 @@ class MessagesDialect(Dialect[TurnResult]):
         yield from self._close()
         usage = results[0].usage
         reason, sequence = schema.ended(turns[0].output.choices[0], usage)
-        more = {} if self.edits is UNSET else {"context_management": self.edits}
+        edits = edits_in(self.options, results[0].applied_edits)
+        more = {} if edits is UNSET else {"context_management": edits}
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield self._event("message_delta", delta=delta, usage=schema.MessagesUsage.of(usage), **more)
         yield self._event("message_stop")
@@ -68,7 +69,8 @@ class MessagesDialect(Dialect[TurnResult]):
         reason, sequence = schema.ended(choice, usage)
         return schema.MessageObject(
             id=self.id, model=self.model, content=schema.content_of(choice, self.id), stop_reason=reason,
-            stop_sequence=sequence, usage=schema.MessagesUsage.of(usage), context_management=self.edits,
+            stop_sequence=sequence, usage=schema.MessagesUsage.of(usage),
+            context_management=edits_in(self.options, results[0].applied_edits),
         )  # fmt: skip
 
     def error(self, error: ApiError) -> Event:
@@ -120,13 +122,13 @@ async def create(request: web.Request) -> web.StreamResponse:
     if continues and "tool_calls" in said[-1]:
         where = f"messages[{len(body.messages) - 1}].content"
         raise bad_request(where, f"{where} ends with calls, after which no answer goes on; give their tool_result")
+    options = body.options
     history = StatelessRequest(
-        tenant_of(request), said, params, body.cache_salt or "", body.priority or 0, body.options,
+        tenant_of(request), said, params, body.cache_salt or "", body.priority or 0, options,
         name_of(request.headers, body), continues, body.pin_s,
     )  # fmt: skip
-    edits = UNSET if body.context_management is None else schema.AppliedEdits()
     request_id = request[EXCHANGE].request_id
-    dialect = MessagesDialect("msg_" + secrets.token_hex(12), context.model_name, request_id, edits)
+    dialect = MessagesDialect("msg_" + secrets.token_hex(12), context.model_name, request_id, options)
     return await answer(request, open_stateless(context, request[EXCHANGE], history), dialect, body.stream)
 
 
@@ -137,8 +139,14 @@ async def count_tokens(request: web.Request) -> web.Response:
     num_chars = check_tokenized(num_chars_of(said), "messages")
 
     def counted() -> web.Response:
-        ids = context.recall.prompt_ids(tenant, body.cache_salt or "", said, options)
-        return json_response(schema.TokenCount(len(without_marks(ids)[0])))
+        shown, _ = cleared_history(context, said, options)
+
+        def count(told: list[Message]) -> int:
+            ids = context.recall.prompt_ids(tenant, body.cache_salt or "", told, options)
+            return len(without_marks(ids)[0])
+
+        original = UNSET if body.context_management is None else schema.OriginalCount(count(said))
+        return json_response(schema.TokenCount(count(shown), original))
 
     with context.limits.admit(tenant):
         return await context.engine.call_with_text(num_chars, counted)

@@ -9,11 +9,20 @@ from msgspec import UNSET, Meta, UnsetType
 from kvstore.config import SESSION_ID
 from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort, in_order_of_calls
-from kvstore.service.api.asking import FunctionIn, JsonSchema, ResponseFormat, ToolChoice, ToolIn, flat_options_of
+from kvstore.service.api.asking import (
+    FunctionIn,
+    JsonSchema,
+    ResponseFormat,
+    ToolChoice,
+    ToolIn,
+    flat_options_of,
+)
 from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.pinning import Breakpoint, pin_s_of
 from kvstore.service.api.schema import (
+    AppliedEdits,
     CachedTokens,
     ContentPart,
     Count,
@@ -100,6 +109,7 @@ class ResponseBody(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
     prompt_cache_options: Breakpoint | None = None
+    context_management: ContextManagement | None = None
     background: bool | None = None
 
     @property
@@ -112,6 +122,9 @@ class ResponseBody(Sampling, kw_only=True):
     @property
     def options(self) -> AnswerOptions:
         """Raises ApiError 400, and RequestError which names the field."""
+        return self._asked().with_clearing(self.context_management, is_session=self.store is not False)
+
+    def _asked(self) -> AnswerOptions:
         choice, variables = self.tool_choice, self.chat_template_kwargs
         effort = None if self.reasoning is None else self.reasoning.effort
         if not self.tools and choice in (None, "auto", "none") and not variables and effort is None:
@@ -239,6 +252,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     created_at: int
     completed_at: int | None = None
     conversation: dict[str, str] | None = None
+    context_management: AppliedEdits | UnsetType = UNSET
     status: str
     error: None = None
     incomplete_details: IncompleteDetails | None = None

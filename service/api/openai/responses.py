@@ -20,14 +20,14 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.prompts import check_truncation
+from kvstore.engine.text.prompts import AnswerOptions, check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer, context_of, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
-from kvstore.service.api.schema import accept, sampling_params
+from kvstore.service.api.schema import accept, edits_in, sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.routes import EmptyBody, read_optional_body, whole_number
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
@@ -72,6 +72,7 @@ class ResponsesDialect(Dialect[TurnResult]):
     """A turn of a session, or of none, in OpenAI's events of a response, which are numbered."""
 
     draft: schema.ResponseObject
+    options: AnswerOptions
     has_done: ClassVar[bool] = False
     numbers: Iterator[int] = field(default_factory=count)
     opened: list[str] = field(default_factory=list)  # ids of the items that were begun, in order
@@ -133,6 +134,7 @@ class ResponsesDialect(Dialect[TurnResult]):
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.ResponseObject:
         self.draft.id = response_id(turns[0].session_id, turns[0].number)
+        self.draft.context_management = edits_in(self.options, results[0].applied_edits)
         return schema.completed(self.draft, results[0])
 
     def _part(self, item_id: str) -> dict[str, Any]:
@@ -167,7 +169,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         user=body.user,
     )
     opened = _opened(request, body, wanted, before)
-    return await answer(request, opened, ResponsesDialect(draft), body.stream)
+    return await answer(request, opened, ResponsesDialect(draft, wanted.options), body.stream)
 
 
 async def compact(request: web.Request) -> web.Response:
@@ -285,11 +287,12 @@ async def _is_there(context: Context, wanted: TurnRequest) -> bool:
 async def show(request: web.Request) -> web.Response:
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
     session_id, number = _place(name, "response_id")
-    head, record = await context.engine.call(_read, context.engine.engine, SessionKey(tenant, session_id), number, name)
-    return json_response(_stored(head, record))
+    found = await context.engine.call(_read, context.engine.engine, SessionKey(tenant, session_id), number, name)
+    return json_response(_stored(*found))
 
 
-def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord]:
+def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord, int]:
+    """The session, the turn, and the last one before it with an answer; 0: there is none."""
     try:
         head = turns.find_session(engine, key)
     except SessionNotFoundError:
@@ -297,12 +300,15 @@ def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[Sess
     record = engine.sessions.turn(key, number)
     if record is None or not turns.has_answer(record):
         raise _unknown(name, "response_id")
-    return head, record
+    last = number - 1
+    while last and (before := engine.sessions.turn(key, last)) is not None and not turns.has_answer(before):
+        last -= 1
+    return head, record, last
 
 
-def _stored(head: SessionHead, record: TurnRecord) -> schema.ResponseObject:
-    session_id, last = head.key.session_id, record.number - 1
-    if head.parent is not None and head.parent.turn == last:
+def _stored(head: SessionHead, record: TurnRecord, last: int) -> schema.ResponseObject:
+    session_id = head.key.session_id
+    if head.parent is not None and head.parent.turn == record.number - 1:
         session_id = head.parent.session_id
     draft = schema.ResponseObject(
         id=response_id(head.key.session_id, record.number),

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any
 
 from kvstore.engine.client.requests import Handle
-from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.outputs import AppliedEdit, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, num_chars_of, texts_of
 from kvstore.engine.turns import Turn
 from kvstore.errors import KVStoreError, RequestError
+from kvstore.service.api.edge import MAX_TOKENIZED_CHARS
 from kvstore.service.api.exchange import Context, Exchange, Opened
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
@@ -81,7 +82,9 @@ def open_stateless(context: Context, exchange: Exchange, history: StatelessReque
 
     Raises ApiError 429 or 503 where there is no room, and RequestError.
     """
-    check_chars_of(context, texts_of(history.messages))
+    # What is cleared need not fit the window.
+    if history.options.context_management is None or num_chars_of(history.messages) > MAX_TOKENIZED_CHARS:
+        check_chars_of(context, texts_of(history.messages))
     return context.reading(partial(_stateless, context, history), exchange)
 
 
@@ -89,8 +92,12 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
     engine, params, messages, options = context.engine, history.params, history.messages, history.options
     language, continues = engine.engine.chats.language, history.continues
     with context.limits.admit(history.tenant, params.num_sequences):
+        shown, applied = await engine.call_with_text(
+            num_chars_of(messages) if options.context_management is not None else 0, cleared_history, context, messages,
+            options,
+        )  # fmt: skip
         made = await engine.call_with_text(
-            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages, options,
+            num_chars_of(shown), context.recall.prompt, history.tenant, history.salt, shown, options,
             history.conversation, continues,
         )  # fmt: skip
         if params.structured_outputs is not None or options.tools:
@@ -109,12 +116,21 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
         turn.session_id = secrets.token_hex(ID_BYTES)
         output = await output_of(turn, handle)
         # Before the client learns that its answer has ended: its next request may follow at once.
-        note = partial(context.recall.note, history.tenant, history.salt, messages, output, options=options)
+        note = partial(context.recall.note, history.tenant, history.salt, shown, output, options=options)
         await engine.call(partial(note, handle=handle, conversation=history.conversation, continues=continues))
         if history.pin_s is not None:
             with suppress(KVStoreError):  # the answer is whole without it
                 await engine.call(engine.engine.admin.pin_chain, handle.chain, history.pin_s, history.tenant)
     return TurnResult(
         turn.session_id, None, output.choices[0].message, output.finish_reason or "", output.usage, output.timings, 0,
-        time.time(),
+        time.time(), applied,
     )  # fmt: skip
+
+
+def cleared_history(
+    context: Context, messages: list[Message], options: AnswerOptions
+) -> tuple[list[Message], list[AppliedEdit]]:
+    """The messages as the prompt has them, and what was cleared from them. Raises RequestError."""
+    engine = context.engine.engine
+    changed, applied = engine.chats.language.cleared(messages, options, engine.facts)
+    return [changed.get(index, message) for index, message in enumerate(messages)], applied

@@ -17,11 +17,12 @@ from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import AnswerEvent, Piece, RequestOutput, TextDelta, Timings, Usage, events_of
+from kvstore.engine.outputs import AnswerEvent, AppliedEdit, Piece, RequestOutput, TextDelta, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.window import usage_of
 from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of
 from kvstore.engine.turns import Hold, Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
@@ -78,7 +79,7 @@ class TurnRequest:
 @dataclass(frozen=True, slots=True)
 class TurnResult:
     """A turn that has ended. number: None when it was stopped before anything was said, and so is not stored. message:
-    the answer, with its calls and its reasoning.
+    the answer, with its calls and its reasoning. applied_edits: none where a stored turn is told again.
     """
 
     session_id: str
@@ -89,6 +90,7 @@ class TurnResult:
     timings: Timings
     truncated_tokens: int
     created_s: float
+    applied_edits: Sequence[AppliedEdit] = ()
 
 
 def has_answer(turn: TurnRecord) -> bool:
@@ -189,7 +191,7 @@ def _settled(
             context.engine.engine.admin.pin(wanted.session_id, wanted.pin_s, wanted.tenant)
     if not chat.is_deleted:
         context.engine.engine.chats.keep(chat)
-    return result_of(wanted.session_id, record)
+    return replace(result_of(wanted.session_id, record), applied_edits=output.applied_edits)
 
 
 def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
@@ -325,6 +327,7 @@ class ChatBody(schema.Talking, kw_only=True):
     truncation: str | None = None
     truncation_reuse: str | None = None
     thinking: str | None = None
+    context_management: ContextManagement | None = None
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
 
     REFUSED: ClassVar[Mapping[str, str]] = {"continue_final_message": _WHOLE}
@@ -354,6 +357,7 @@ class ChatAnswer(msgspec.Struct):
     usage: schema.UsageObject
     timings: schema.TimingsObject
     truncated_tokens: int
+    context_management: schema.AppliedEdits | UnsetType = UNSET
 
 
 class LastEvent(ChatAnswer):
@@ -366,8 +370,8 @@ def turn_id(session_id: str, turn: int | None) -> str:
     return f"turn-{session_id}-{0 if turn is None else turn}"
 
 
-def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatAnswer) -> ChatAnswer:
-    session_id = None if is_new and result.number is None else result.session_id
+def chat_answer(result: TurnResult, wanted: TurnRequest, kind: type[ChatAnswer] = ChatAnswer) -> ChatAnswer:
+    session_id = None if wanted.begins_session and result.number is None else result.session_id
     return kind(
         id=turn_id(result.session_id, result.number),
         session_id=session_id,
@@ -377,6 +381,7 @@ def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatA
         usage=schema.usage_object(result.usage),
         timings=schema.timings_object(result.timings),
         truncated_tokens=result.truncated_tokens,
+        context_management=schema.edits_in(wanted.options, result.applied_edits),
     )
 
 
@@ -398,10 +403,10 @@ class ChatDialect(Dialect[TurnResult]):
                 yield self._event(turns, delta)
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
-        yield None, chat_answer(results[0], self.wanted.begins_session, LastEvent)
+        yield None, chat_answer(results[0], self.wanted, LastEvent)
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatAnswer:
-        return chat_answer(results[0], self.wanted.begins_session)
+        return chat_answer(results[0], self.wanted)
 
     def _event(self, turns: Turns, delta: dict[str, Any]) -> Event:
         session_id, number = self.wanted.session_id, turns[0].number
@@ -472,7 +477,7 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
         session_id = await new_session_id(context, request, ROUTE)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
-    options = body.options
+    options = body.options.with_clearing(body.context_management, is_session=True)
     if body.thinking is not None:
         options = replace(options, thinking=body.thinking)
     return TurnRequest(

@@ -1,11 +1,14 @@
 """Reasoning of earlier answers in a session: kept in the context, or dropped, with what follows it re-encoded."""
 
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore import Engine, RequestError, SamplingParams, StructuredOutputsParams
+from kvstore import AnswerOptions, Engine, RequestError, SamplingParams, StructuredOutputsParams
+from kvstore.engine.text.clearing import THINKING as CLEAR_THINKING
+from kvstore.engine.text.clearing import ContextEdit, ContextManagement, EditAmount
 from tests.support.conversations import num_stored
 from tests.support.engines import counters, evict_hbm, settle
 from tests.support.thinking import HEAD, OPENING, THINKING, as_asked
@@ -37,12 +40,14 @@ def engine(request, tmp_path):
         yield found
 
 
-def think(chat, said, thinking=None, regex="[a-d]{24}</think>(yes|no)[a-d]{18}"):
+def think(chat, said, thinking=None, regex="[a-d]{24}</think>(yes|no)[a-d]{18}", options=()):
     """A turn whose answer reasons. Its prompt as text, and its usage."""
     is_opened = "<think>" in chat.chats.language.template.opening
     wanted = StructuredOutputsParams(regex=regex if is_opened else f"<think>{regex}")
     with as_asked():
-        output = chat.send(said, SamplingParams(temperature=0, max_tokens=120, structured_outputs=wanted), (), thinking)
+        output = chat.send(
+            said, SamplingParams(temperature=0, max_tokens=120, structured_outputs=wanted), options, thinking
+        )
     assert output.reasoning and output.finish_reason == "stop"
     tokenizer = chat.chats.language.tokenizer
     return tokenizer.decode(output.prompt_token_ids), output.usage
@@ -175,3 +180,32 @@ def test_an_unknown_way_is_named(engine):
     with pytest.raises(RequestError, match="thinking is 'forget'; give keep or drop") as raised:
         engine.chat("ada").send("Hello", thinking="forget")
     assert raised.value.param == "thinking"
+
+
+# -- thinking that a client wants cleared ------------------------------------------------------------------------------
+@pytest.mark.parametrize("reuse", ["exact", "reencode"])
+@pytest.mark.parametrize("template", ["opened", "shown"])
+def test_thinking_is_cleared_in_steps_that_pay(tmp_path, template, reuse):
+    """It goes from the ids and the transcript, and what is left has the same ids."""
+    wanted = ContextManagement([ContextEdit(CLEAR_THINKING, keep=EditAmount("thinking_turns", 1))], reuse)
+    options, cleared = AnswerOptions(context_management=wanted), []
+    with opened(template, tmp_path, max_model_len=1024) as engine:
+        chat = engine.chat("ada", system="Be brief.")
+        for _ in range(10):
+            text = "" if not chat.num_turns else engine.tokenizer.decode(chat.token_ids)
+            thoughts = [one["reasoning_content"] for one in chat.messages if "reasoning_content" in one]
+            prompt, usage = think(chat, "Hi", regex="[a-d]{80}</think>(yes|no)", options=options)
+            cleared.append(chat.last.applied_edits)
+            if cleared[-1]:
+                assert cleared[-1][0].cleared_thinking_turns == len(thoughts) - 1
+                for thought in thoughts[:-1]:
+                    text = re.sub(rf"(<think>)?{re.escape(thought)}</think>", "", text, count=1)
+                reencoded = usage.cached_tokens_details.reencoded
+                assert (reencoded > 0) == (reuse == "reencode")
+                assert usage.miss is None or usage.miss.cause == "edit"
+            assert prompt.startswith(text)
+        assert 1 <= sum(map(bool, cleared)) <= (4 if reuse == "reencode" else 2)
+        messages = engine.sessions.load(chat.key).messages
+        assert (
+            messages == chat.messages and "reasoning_content" not in messages[2] and "reasoning_content" in messages[-1]
+        )

@@ -5,7 +5,17 @@ import json
 
 import pytest
 
-from kvstore.policy.planner import LEAST_SAVING_S, STEP_TOKENS, LoadChoice, Planner, Rate, StepRate, Way
+from kvstore.policy.planner import (
+    ASSUMED_PRICE,
+    LEAST_SAVING_S,
+    MOST_PRICE,
+    STEP_TOKENS,
+    LoadChoice,
+    Planner,
+    Rate,
+    StepRate,
+    Way,
+)
 
 SIZE = 16
 
@@ -205,6 +215,19 @@ def test_what_was_measured_outlives_the_process():
     assert new.as_dict() == pytest.approx(old.as_dict())
     assert new.choose(100, 100) == LoadChoice(Way.BOTH, 50, 37)
     new.restore(None)
+
+
+def test_the_price_of_computing_is_a_power_of_two_within_bounds():
+    for tokens_per_s, price in (
+        (None, ASSUMED_PRICE),
+        (1e4, 1.0),
+        (3e3, 4.0),
+        (2.6e3, 4.0),
+        (1e3, 8.0),
+        (10, MOST_PRICE),
+    ):
+        assert planner(1e6, tokens_per_s).compute_price == price, tokens_per_s
+    assert planner(None, 1e3).compute_price == ASSUMED_PRICE
 
 
 @pytest.mark.parametrize("state", [{"read": "fast"}, {"load": -1.0}, {"prefill": float("inf")}, {"read": [1]}])
