@@ -173,7 +173,8 @@ class _History:
         count: Callable[[Sequence[str]], list[int]], is_session: bool,
     ) -> None:  # fmt: skip
         self.taken = list[_Part]()
-        self._messages, self._wanted, self._facts = messages, wanted, facts
+        self._messages, self._facts, self._reuse = messages, facts, wanted.reuse
+        self._on_uses, self._on_thinking = wanted.of(TOOL_USES), wanted.of(THINKING)
         self._answered = self._asked = -1  # the last message of the assistant, of the user
         self._num_loaded = 0  # by the prompts since the last step, of what could go
         self._uses, self._thinking = list[_Part](), list[_Part]()  # what has not been cleared
@@ -215,7 +216,7 @@ class _History:
         return str(message["role"])
 
     def _use(self, index: int, num_tokens: int, called: tuple[int, int, int, str] | None) -> _Part:
-        edit = self._wanted.of(TOOL_USES) or ContextEdit(TOOL_USES)
+        edit = self._on_uses or ContextEdit(TOOL_USES)
         answer, place, num_input, name = called or (index, 0, 0, "")
         if name in (edit.exclude_tools or ()):
             return _Part(index, 0)
@@ -235,7 +236,7 @@ class _History:
             return
         num_cleared, first = sum(part.num_cleared for part in parts), min(part.first for part in parts)
         # Where a session re-encodes, it computes up to the last change only.
-        last = max(part.index for part in parts) if self._wanted.reuse == "reencode" else self._answered
+        last = max(part.index for part in parts) if self._reuse == "reencode" else self._answered
         num_computed, num_copied = (
             sum(self._sizes[start:stop]) + sum(self._thoughts[start:stop])
             for start, stop in ((first, last + 1), (last + 1, self._answered + 1))
@@ -247,7 +248,7 @@ class _History:
             self._num_loaded = 0
 
     def _ripe_uses(self, total: int, is_full: bool) -> list[_Part]:
-        edit = self._wanted.of(TOOL_USES)
+        edit = self._on_uses
         if edit is None or len(self._used) <= edit.num_kept:
             return []
         trigger = edit.trigger or EditAmount("input_tokens", min(DEFAULT_TRIGGER, self._facts.max_request_tokens // 2))
@@ -259,7 +260,7 @@ class _History:
         return ripe if sum(part.num_cleared for part in ripe) >= least else []
 
     def _ripe_thinking(self) -> list[_Part]:
-        edit = self._wanted.of(THINKING)
+        edit = self._on_thinking
         if edit is None or len(self._thought) <= edit.num_kept:
             return []
         first_kept = self._thought[-edit.num_kept]

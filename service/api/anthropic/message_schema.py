@@ -113,6 +113,7 @@ class MessagesBody(Sampling, kw_only=True):
     """max_tokens: may be left out. output_format: its older place."""
 
     NAMES_UNKNOWN: ClassVar[bool] = True
+    REFUSED: ClassVar[dict[str, str]] = {"compaction": "ask for a summary in a message, which hits all before it"}
     model: str | None = None
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=4096)]
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)] | None = None

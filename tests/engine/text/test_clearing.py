@@ -84,10 +84,13 @@ def test_old_results_go_and_what_was_done_is_told():
     assert one == AppliedEdit(TOOL_USES, saved, cleared_tool_uses=len(changed))
 
 
-def test_what_no_answer_has_seen_stays():
-    messages = talk(20)
-    changed, _ = clear(messages, uses(keep=0), facts=replace(FACTS, compute_price=1.0))
-    assert gone(messages, changed) == list(range(19))
+@pytest.mark.parametrize("keep", [0, 1])
+def test_what_no_answer_has_seen_stays(keep):
+    first, second = turn(20), turn(21)
+    both = [{**first[0], "tool_calls": first[0]["tool_calls"] + second[0]["tool_calls"]}, first[1], second[1]]
+    messages = [*talk(20), *both]
+    changed, _ = clear(messages, uses(keep=keep), facts=replace(FACTS, compute_price=1.0))
+    assert gone(messages, changed) == list(range(20))
 
 
 def test_excluded_tools_stay_and_count_as_kept():
@@ -187,15 +190,11 @@ def test_the_price_is_that_of_computing_what_is_behind():
     assert replace(FACTS, compute_price=1.0).clearing_pays(1, 10**6) and not pays(0, 0)
 
 
-def test_a_session_that_reencodes_computes_up_to_its_last_change_only():
-    messages = [
-        *turn(0, words=900),
-        {"role": "assistant", "content": "word " * 200},
-        {"role": "user", "content": "On."},
-    ]
-    messages = [{"role": "user", "content": "Read."}, *messages]
-    for reuse, number in (("exact", 0), ("reencode", 1)):
-        assert len(clear(messages, uses(keep=0), reuse=reuse, is_session=True)[0]) == number
+@pytest.mark.parametrize(("words", "reuse", "number"), [(200, "exact", 0), (200, "reencode", 1), (1200, "reencode", 0)])
+def test_a_session_that_reencodes_computes_up_to_its_last_change_and_copies_the_rest(words, reuse, number):
+    answered = [{"role": "assistant", "content": "word " * words}, {"role": "user", "content": "On."}]
+    messages = [{"role": "user", "content": "Read."}, *turn(0, words=900), *answered]
+    assert len(clear(messages, uses(keep=0), reuse=reuse, is_session=True)[0]) == number
 
 
 # -- stable ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import anthropic
 import pytest
 
-from tests.support.engines import save_model
+from tests.support.engines import chain_of, save_model
+from tests.support.faults import before_each_step
 from tests.support.service.serving import KEY, serving
 from tests.support.tools import TOOLS
 
@@ -219,6 +220,25 @@ def test_responses_of_a_session_and_without_one(server):
         "context_management": WANTED,
     }).events()  # fmt: skip
     assert events[-1]["response"]["context_management"] == free[-1]["context_management"] and steps
+
+
+# -- compaction --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("store", [True, False])
+def test_what_is_summed_up_is_hit_and_evicted_last_until_the_summary_is_back(server, store):
+    said = [{"role": "user", "content": f"How is the weather, {store}? " * 20}]
+    first = respond(server, said, store=store, tools=[], tool_choice=None, max_output_tokens=40)
+    named = {"previous_response_id": first["id"]} if store else {"input": [*said, *first["output"]]}
+    chain = chain_of(server.engine, server.context.recall.prompt_ids("", "", said))
+    conversation, seen = server.engine.connector.parts.store.steering.conversation_of(chain), []
+    server.wait_until_idle()
+    assert conversation.num_running == 0
+    with before_each_step(server.engine, lambda: seen.append(conversation.num_running)):
+        compact = server.post("/v1/responses/compact", {**named, "max_output_tokens": 20}).json()
+    assert len(seen) >= 20 and set(seen) == {1}, "those with a request that runs are evicted last of all"
+    server.wait_until_idle()
+    assert conversation.num_running == 0
+    num_known = first["usage"]["total_tokens"] - 1
+    assert compact["usage"]["input_tokens_details"]["cached_tokens"] >= num_known // 16 * 16
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------

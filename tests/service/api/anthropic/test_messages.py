@@ -309,6 +309,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a"}
         ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"), ({"n": 2}, "n is 2"),
         ({"max_tokns": 1}, "max_tokns: did you mean max_tokens?"), ({"stop_sequences": [1]}, "stop_sequences[0] is"),
         ({"logprobs": True}, "logprobs is not supported here"),
+        ({"compaction": {"type": "summarize"}}, "compaction: ask for a summary in a message"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_a_400_that_names_the_field(server, fields, message):
