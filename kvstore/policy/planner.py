@@ -95,7 +95,8 @@ class Planner:
     """Rates of this machine, and the decisions that follow from them.
 
     always: load whatever is stored. Until computing and loading have been measured, what is stored is loaded.
-    num_prompts: how many are being computed, which share the rate of computing; the store counts them.
+    num_prompts: how many are being computed, which share the rate of computing; the store counts them. compute_price:
+    what it costs to compute a token, in loads of one from the CPU tier; see `restore`.
     """
 
     def __init__(self, block_bytes: int, block_size: int, always: bool = False) -> None:
@@ -109,6 +110,7 @@ class Planner:
         self._num_computed = 0
         self._num_waited = 0
         self.num_prompts = 0
+        self.compute_price = ASSUMED_PRICE
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """Measure a step's ended loads."""
@@ -223,16 +225,6 @@ class Planner:
         """None: no prefill was measured yet."""
         return self._prefill.per_s
 
-    @property
-    def compute_price(self) -> float:
-        """What it costs to compute a token, in loads of one from the CPU tier: a power of two, so that it is seldom
-        another one at the next start. Assumed until both are measured.
-        """
-        load_s, compute_s = self._load_s, self._compute_s(0)
-        if not load_s or compute_s is None:
-            return ASSUMED_PRICE
-        return min(max(1.0, 2.0 ** round(math.log2(compute_s / load_s))), MOST_PRICE)
-
     def _compute_s(self, num_others: int) -> float | None:
         """Seconds to compute a block beside other prompts."""
         rate = self._prefill.per_s
@@ -241,18 +233,25 @@ class Planner:
     def state(self) -> dict[str, float]:
         """The measurements, for JSON."""
         rates = {name: rate.per_s for name, rate in self._rates.items()}
-        return {name: rate for name, rate in rates.items() if rate is not None}
+        return {"price": self.compute_price} | {name: rate for name, rate in rates.items() if rate is not None}
 
     def restore(self, state: object) -> None:
-        """Take over an earlier process' measurements until there are new ones. Raises ValueError."""
+        """Take over an earlier process' measurements until there are new ones, and its price of computing, on which
+        prompts depend, unless that is more than twice or less than half of what was measured. Raises ValueError.
+        """
         found = state if isinstance(state, Mapping) else {}
-        for name, rate in self._rates.items():
-            value = found.get(name)
-            if value is None:
-                continue
+        for name, value in found.items():
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"rate {name!r} is {value!r}")
-            rate.add(value * MEMORY_S / 10, MEMORY_S / 10)
+        for name, rate in self._rates.items():
+            if name in found:
+                rate.add(found[name] * MEMORY_S / 10, MEMORY_S / 10)
+        self.compute_price = float(found.get("price", ASSUMED_PRICE))
+        load_s, compute_s = self._load_s, self._compute_s(0)
+        if load_s and compute_s:
+            measured = min(max(1.0, 2.0 ** round(math.log2(compute_s / load_s))), MOST_PRICE)
+            if not 1 / 2 <= measured / self.compute_price <= 2:
+                self.compute_price = measured
 
     @property
     def _rates(self) -> dict[str, Rate | StepRate]:

@@ -111,6 +111,23 @@ def test_a_client_that_sends_its_whole_history_hits_between_steps(client):
     assert plain.input_tokens > number
 
 
+def test_after_a_restart_the_same_is_cleared_and_hit(model, tmp_path):
+    tiers = {"hbm": "16MiB", "cpu": "16MiB", "disk": "256MiB", "path": tmp_path / "store"}
+    wanted = {"edits": [{**EDIT, "keep": {"type": "tool_uses", "value": 0}}]}
+    history, applied, usages = [{"role": "user", "content": "How is the weather?"}], [], []
+    for num_turns in (9, 1):
+        with serving(model, engine={"cache_tiers": tiers, "load": "always"}, api_key=KEY) as server:
+            with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as client:
+                for _ in range(num_turns):
+                    message = anthropics(client, history, wanted)
+                    applied.append(message.context_management.applied_edits)
+                    usages.append(message.usage.model_dump())
+                    history += result_for(message)
+            server.wait_until_idle()
+    assert applied[-1] == applied[-2] != [], "no step since"
+    assert tokens(usages[-1])[1] >= tokens(usages[-2])[0] // 16 * 16
+
+
 def test_a_stream_tells_it_with_its_last_delta(client):
     history = [{"role": "user", "content": "How is the weather?"}]
     for _ in range(9):
