@@ -60,7 +60,7 @@ class VirtualClock:
 class VirtualDisk:
     """A tier, and its file, which holds `num_blocks` below its watermark. Nothing goes wrong there."""
 
-    broken, keeps, most_read_bytes = False, Keeps.EXACT, 1
+    broken, keeps, most_read_bytes, codec = False, Keeps.EXACT, 1, "raw"
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.file = self

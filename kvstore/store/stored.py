@@ -142,8 +142,13 @@ class DiskContents:
 
     def _last_of(self, chain: Sequence[BlockId]) -> list[BlockId]:
         """The last block of a chain that is here, or whose quantised copy is; none if there is none."""
-        copies = ((one, quantised_id(one)) if self._disk.codec == "int8" else (one,) for one in reversed(chain))
+        copies = ((one, quantised_id(one)) if self.quantises else (one,) for one in reversed(chain))
         return next(([one] for some in copies for one in some if one in self.index), [])
+
+    @property
+    def quantises(self) -> bool:
+        """Whether what is written is quantised copies."""
+        return self._disk.codec == "int8"
 
     def written(self, record: BlockRecord, stored_bytes: int, conversation: Conversation | None) -> None:
         """Add a block that was written."""
@@ -418,7 +423,9 @@ class StoredBlocks:
 
     def keeps(self, block_id: BlockId) -> bool:
         """Whether they have this block or, on disk, its quantised copy: what is computed behind it can be stored."""
-        return self.holds(block_id) or self.is_on_disk(quantised_id(block_id))
+        if self.holds(block_id):
+            return True
+        return self._disk is not None and self._disk.quantises and self._disk.contains(quantised_id(block_id))
 
     def has_end(self, chain: Sequence[BlockId], num_hbm_tokens: int) -> bool:
         """Whether the last block of this chain is in some tier."""

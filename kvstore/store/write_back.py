@@ -43,11 +43,13 @@ GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
 
 class WriteQueue:
     """view: the bytes of an arena block. parents: those of the blocks here, kept until the blocks are written. bytes:
-    what the writer has, in bytes of the file.
+    what the writer has, in bytes of the file. quantises: see `DiskContents`.
     """
 
-    def __init__(self, tier: TierWorker, view: Callable[[int], memoryview], parents: ParentsInFlight) -> None:
-        self._tier, self._view, self._parents = tier, view, parents
+    def __init__(
+        self, tier: TierWorker, view: Callable[[int], memoryview], parents: ParentsInFlight, quantises: bool
+    ) -> None:  # fmt: skip
+        self._tier, self._view, self._parents, self._quantises = tier, view, parents, quantises
         self.dirty: deque[int] = deque()
         self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
         self._num_submitted: Counter[BlockId] = Counter()
@@ -60,8 +62,12 @@ class WriteQueue:
 
     def add(self, arena_block: int, record: BlockRecord) -> None:
         self.dirty.append(arena_block)
-        for parent_id in with_quantised([record.parent_id]):  # the disk may have either
+        for parent_id in self._parents_of(record):
             self._parents.add(parent_id)
+
+    def _parents_of(self, record: BlockRecord) -> Sequence[BlockId]:
+        """The block before this one, and its copy: the disk may have either."""
+        return with_quantised([record.parent_id]) if self._quantises else (record.parent_id,)
 
     def submit_first(self, record: BlockRecord) -> None:
         """Give the writer the first dirty arena block, to be written under this record."""
@@ -110,7 +116,7 @@ class WriteQueue:
 
     def remove(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
-        for parent_id in with_quantised([record.parent_id]):
+        for parent_id in self._parents_of(record):
             self._parents.remove(parent_id)
 
     def doubt_submitted(self) -> None:
@@ -266,7 +272,7 @@ class WriteBack:
         self._cpu, self._stats, self._clock = cpu, stats, clock = context.cpu, context.stats, context.clock
         self._tenant_bytes = tenant_bytes
         self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, clock, holdings)
-        self.queue = WriteQueue(tier, context.view, cpu.parents_in_flight)
+        self.queue = WriteQueue(tier, context.view, cpu.parents_in_flight, self.contents.quantises)
         self.space = DiskSpace(disk, cpu, self.contents, stats)
         self.health = tier.health
         self._num_full = 0
@@ -335,8 +341,9 @@ class WriteBack:
         """What the disk gets of a block: with int8 its quantised copy, unless the block before it is there exactly: a
         chain is quantised from its beginning on. A copy that comes from there is not quantised again.
         """
-        is_behind_exact = not is_quantised(own.parent_id) and self._will_have(own.parent_id)
-        if self._disk.codec != "int8" or is_quantised(own.block_id) or is_behind_exact:
+        if not self.contents.quantises or is_quantised(own.block_id):
+            return own
+        if not is_quantised(own.parent_id) and self._will_have(own.parent_id):
             return own
         return replace(own, block_id=quantised_id(own.block_id), parent_id=quantised_id(own.parent_id))
 

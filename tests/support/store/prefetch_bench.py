@@ -45,6 +45,8 @@ class FakeIo:
 class FakeDisk:
     """`stored` ids are on disk."""
 
+    quantises = False
+
     def __init__(self) -> None:
         self.stored: set[bytes] = set()
 
