@@ -46,7 +46,7 @@ def test_a_conversation_goes_on_in_its_session(server, client):
     second = ask(client, "What is my name?", first)
     details = second.usage.input_tokens_details
     assert details.cached_tokens == (usage.total_tokens - 1) // 16 * 16 > 0
-    by_tier = {"hbm": details.cached_tokens, "cpu": 0, "disk": 0, "remote": 0, "reencoded": 0}
+    by_tier = {"hbm": details.cached_tokens, "cpu": 0, "disk": 0, "remote": 0, "reencoded": 0, "quantised": 0}
     assert details.cached_tokens_details == by_tier
     assert second.previous_response_id == first.id
     session_id = first.id.split("_")[1]

@@ -21,7 +21,7 @@ def keys_of(value):
     return {name: keys_of(one) for name, one in value.items()} if isinstance(value, dict) else None
 
 
-TIERS_SHAPE = dict.fromkeys(("hbm", "cpu", "disk", "remote", "reencoded"))
+TIERS_SHAPE = dict.fromkeys(("hbm", "cpu", "disk", "remote", "reencoded", "quantised"))
 ANSWER_SHAPE = {
     "id": None, "session_id": None, "turn": None, "message": {"role": None, "content": None}, "finish_reason": None,
     "usage": {
