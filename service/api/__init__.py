@@ -8,6 +8,7 @@
 - `edge`: /metrics, version, models, tokens
 - `exchange`: a request and its answer: what every handler can reach, what is known of one request, what happens around
   each handler, and one way to answer, whole or as events, in the words of a route's dialect
+- `field_errors`: what is wrong with a JSON body, in words
 - `health`: /health, its like and /ready, and lines in the log when what they tell changes
 - `metrics`: the page of /metrics, and the engine's last counters
 - `naming`: names that clients give to conversations: headers and fields in one table
