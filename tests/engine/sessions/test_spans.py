@@ -1,6 +1,8 @@
 """Spans that a client names: computed once alone, reused wherever they stand; what else changes, and what is left."""
 
-import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 import torch
@@ -89,6 +91,16 @@ def by_transformers(network, ids, places, count):
     return answer
 
 
+def places_of(engine, message):
+    """The prompt's ids; of each span where it stands, and which whole blocks of it are spliced, in tokens."""
+    ids, spans = spans_of(engine, message)
+    places = []
+    for begin, end in spans:
+        last = min(begin - 1 + (end - begin + 1) // 16 * 16, len(ids) - 1) // 16 * 16
+        places.append((begin, end, -(-begin // 16) * 16, last))
+    return ids, places
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Cohere"])
 def test_the_answer_is_that_of_transformers_over_the_same_kv(saved_model, store, name):
     """One span, two with a text in between, two in a row; the first time and again."""
@@ -101,12 +113,8 @@ def test_the_answer_is_that_of_transformers_over_the_same_kv(saved_model, store,
             ("Two: ", span(OTHER), " and, beside it, ", span(), " When?"),
             (span(), span(OTHER), "Why?"),
         ):
-            ids, spans = spans_of(engine, asking(*parts))
-            places = []
-            for begin, end in spans:
-                last = min(begin - 1 + (end - begin + 1) // 16 * 16, len(ids) - 1) // 16 * 16
-                places.append((begin, end, -(-begin // 16) * 16, last))
-            assert len(spans) == sum(isinstance(part, dict) for part in parts)
+            ids, places = places_of(engine, asking(*parts))
+            assert len(places) == sum(isinstance(part, dict) for part in parts)
             expected = by_transformers(network, ids, places, 10)
             out = generated(engine, asking(*parts))
             assert out.prompt_token_ids == ids and out.token_ids == expected
@@ -120,6 +128,27 @@ def test_the_answer_is_that_of_transformers_over_the_same_kv(saved_model, store,
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("tiers", [{"hbm": "1MiB", "cpu": "1MiB"}, {"hbm": "700KiB", "cpu": "800KiB", "disk": "2MiB"}])
+@pytest.mark.filterwarnings("ignore:the HBM pool holds")
+def test_with_too_little_room_each_answer_is_that_of_some_first_spans(model, store, tiers):
+    """Or of none: where KV is evicted or finds no room, what follows is computed. Six clients at once."""
+    network, rng = network_of(model), random.Random(1)
+    texts = (DOCUMENT, OTHER, OTHER[200:] + DOCUMENT[:300])
+    with open_engine(model, store, max_num_seqs=4, max_num_batched_tokens=96, **tiers) as engine:
+        asked, right = [], []
+        for _ in range(8):
+            parts = [("a" * rng.randrange(40), span(rng.choice(texts))) for _ in range(rng.randrange(1, 3))]
+            asked.append(asking(*chain.from_iterable(parts), "Who?"))
+            ids, places = places_of(engine, asked[-1])
+            right.append([by_transformers(network, ids, places[:n], 6) for n in range(len(places) + 1)])
+        assert cached(generated(engine, asked[0], count=6))[3] > 16 * LEAST_BLOCKS
+        order = [rng.randrange(len(asked)) for _ in range(36)]
+        with ThreadPoolExecutor(6) as clients:
+            outs = list(clients.map(lambda one: generated(engine, asked[one], count=6), order))
+        assert all(out.token_ids in right[one] for one, out in zip(order, outs, strict=True))
+        settle(engine)
+
+
 def test_spliced_kv_is_that_of_the_span_alone_rotated_to_its_place(engine):
     ids, ((begin, end),) = spans_of(engine, asking("Read this, please: ", span(), " Who?"))
     generated(engine, asking("Read this, please: ", span(), " Who?"))
@@ -127,23 +156,23 @@ def test_spliced_kv_is_that_of_the_span_alone_rotated_to_its_place(engine):
     source = [ids[0], *ids[begin:end]]
     alone = []
     extend_chain(alone, span_root(engine.facts.root("")), source, 16)
-    (chain, lineage), own = with_spans(engine.client, ids, [(begin, end)], "", ([], Lineage(engine.facts.root(""))))
+    (made, lineage), own = with_spans(engine.client, ids, [(begin, end)], "", ([], Lineage(engine.facts.root(""))))
     assert own == alone
     parts = engine.connector.parts
     with parts.lock:
         raw, moved = (
             [part[[parts.cpu.arena_block_of(one) for one in blocks]].flatten(0, 1) for layer in parts.arena.layers
              for part in layer]
-            for blocks in (alone, chain[lineage.splice_index :])
+            for blocks in (alone, made[lineage.splice_index :])
         )  # fmt: skip
     first = lineage.splice_index * 16 - begin + 1
     assert all(torch.equal(new, old[first : first + len(new)]) for new, old in zip(moved, raw, strict=True))
     evict_hbm(engine)
-    handle = engine.submit(ids, greedy(1), spliced=(chain, lineage))
+    handle = engine.submit(ids, greedy(1), spliced=(made, lineage))
     list(engine.stream(handle))
     model, caches = engine.loop.runner.model, engine.loop.runner.caches
-    blocks = [engine.loop.pool.lookup(one) for one in chain[lineage.splice_index :]]
-    positions = torch.arange(lineage.splice_index * 16, len(chain) * 16)
+    blocks = [engine.loop.pool.lookup(one) for one in made[lineage.splice_index :]]
+    positions = torch.arange(lineage.splice_index * 16, len(made) * 16)
     for layer, rotation in enumerate(model.rotations):
         key, value = (cache[blocks].flatten(0, 1) for cache in caches[layer])
         assert torch.equal(key, rotation.at(positions).apply(moved[2 * layer]))
@@ -228,13 +257,13 @@ def test_a_session_goes_on_behind_its_spans(opened):
     assert chat.send("And?", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
     out = chat.send([asking("Now this: ", span(OTHER), " What?")], PARAMS)
     assert len(chat.window.lineage.splices) == 2
-    known, lineage, chain = len(chat.token_ids), chat.window.lineage, list(chat.window.chain)
+    known, lineage, blocks = len(chat.token_ids), chat.window.lineage, list(chat.window.chain)
     settle(engine)
     state = engine.sessions.load(SessionKey("", "one"))
-    assert (state.token_ids, state.chain) == (chat.token_ids, chain)
+    assert (state.token_ids, state.chain) == (chat.token_ids, blocks)
     engine = opened()
     chat = engine.chat("one")
-    assert (chat.window.lineage, chat.window.chain) == (lineage, chain)
+    assert (chat.window.lineage, chat.window.chain) == (lineage, blocks)
     out = chat.send("And?", PARAMS)
     hbm, cpu, disk, reencoded = cached(out)
     assert (hbm, cpu) == (0, 0) and disk + reencoded == (known - 1) // 16 * 16 and disk == lineage.splice_index * 16
@@ -247,7 +276,6 @@ def test_a_session_goes_on_behind_its_spans(opened):
 
 
 def test_a_first_turn_with_a_history_has_spans_in_both(engine):
-    call = {"id": "call000001", "type": "function", "function": {"name": "read", "arguments": "{}"}}
     history = [
         {"role": "system", "content": SYSTEM},
         asking("Read this: ", span()),
@@ -258,7 +286,6 @@ def test_a_first_turn_with_a_history_has_spans_in_both(engine):
     out = chat.send(history, PARAMS)
     assert len(chat.window.lineage.splices) == 2 and cached(out)[3] > 32 * LEAST_BLOCKS
     assert all(isinstance(message["content"], str) and "reuse" not in message for message in chat.messages)
-    assert call["id"] not in str(chat.messages)
 
 
 def test_a_turn_that_is_not_stored_leaves_the_earlier_splice(engine):
@@ -361,7 +388,7 @@ def test_a_tools_result_is_a_span_too(engine):
     ]
     out = generated(engine, *history)
     assert cached(out)[3] > 16 * LEAST_BLOCKS
-    assert json.dumps(DOCUMENT) is not None and DOCUMENT in engine.tokenizer.decode(out.prompt_token_ids)
+    assert DOCUMENT in engine.tokenizer.decode(out.prompt_token_ids)
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
