@@ -238,7 +238,7 @@ class _History:
         # Where a session re-encodes, it computes up to the last change only.
         last = max(part.index for part in parts) if self._reuse == "reencode" else self._answered
         num_computed, num_copied = (
-            sum(self._sizes[start:stop]) + sum(self._thoughts[start:stop])
+            sum(self._sizes[start:stop]) + sum(self._thoughts[max(start, first_thought) : stop])
             for start, stop in ((first, last + 1), (last + 1, self._answered + 1))
         )
         self._num_loaded += num_cleared
