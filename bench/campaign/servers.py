@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,11 @@ class Node:
     @property
     def cores(self) -> list[psutil.Process]:
         """Its engine's process; none while that is started."""
-        return [child for child in self.process.children() if child.name() == "kvstore-core"]
+        found = list[psutil.Process]()
+        for child in self.process.children():
+            with suppress(psutil.NoSuchProcess):  # it was killed just now
+                found += [child] if child.name() == "kvstore-core" else []
+        return found
 
     # -- its life ----------------------------------------------------------------------------------------------------
     def launch(self) -> None:
