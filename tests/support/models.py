@@ -104,7 +104,8 @@ _LINEAR = {
     "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 16,
 }  # fmt: skip
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 48}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
+CHUNK = 24  # tokens that a Mamba layer scans together: its own 256 take seconds, and a prompt here would be one chunk
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": CHUNK}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 # Families whose layers keep a state beside the KV of others, or of their own.
 ARCHITECTURES_WITH_STATES: dict[str, dict] = {
@@ -116,13 +117,13 @@ ARCHITECTURES_WITH_STATES: dict[str, dict] = {
     "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "NemotronH": {
         "num_hidden_layers": 4, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mamba_num_heads": 8,
-        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16, "chunk_size": CHUNK,
     },
     "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_groups": 1},
     "Lfm2": _CONVOLUTIONS,
     "Lfm2Moe": {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 1},
     "Zamba2": {
-        "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 16, "use_mamba_kernels": False,
+        "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 16, "use_mamba_kernels": False, "chunk_size": CHUNK,
         "hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid", "mamba"],
     },
 }  # fmt: skip

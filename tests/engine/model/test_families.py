@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,11 +15,8 @@ from tests.support.waiting import wait_until
 BLOCK = 16
 PROMPTS = [tokens(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
 CHUNKS = 48  # of the longer prompts, and beside others' tokens
-
-
-@pytest.fixture(params=[*ARCHITECTURES_WITH_STATES, *ARCHITECTURES_WITH_WINDOWS])
-def name(request) -> str:
-    return request.param
+FAMILIES = [*ARCHITECTURES_WITH_STATES, *ARCHITECTURES_WITH_WINDOWS]
+CASES = [*((name, "here") for name in FAMILIES), ("Qwen3_5Text", "own"), ("GptOss", "own")]
 
 
 def next_turn(asked: list[int], answer: list[int]) -> list[int]:
@@ -36,25 +34,38 @@ def check_answers(model: str, asked: list[list[int]], answers: list[list[int]]) 
         check_answer(network, token_ids, answer)
 
 
-def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk_after_a_kill(name, saved_model, tmp_path):
-    tiers = CacheTiers("4MiB", "8MiB", "64MiB", tmp_path / "store")
-    options = {"load": "always", "dtype": "float32", "max_num_batched_tokens": CHUNKS, "process": "own"}
-    with Engine(saved_model(name), tiers, device="cpu", **options) as engine:
+@pytest.mark.parametrize(("name", "process"), CASES)
+def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk(name, process, saved_model, tmp_path):
+    """Without a CPU tier. Where the engine has a process, that is killed before the disk is needed."""
+    tiers = CacheTiers("4MiB", 0, "64MiB", tmp_path / "store")
+    options = {"load": "always", "dtype": "float32", "max_num_batched_tokens": CHUNKS, "process": process}
+    with ExitStack() as opened:
+        engine = opened.enter_context(Engine(saved_model(name), tiers, device="cpu", **options))
         answers = [made.token_ids for made in engine.generate(PROMPTS, greedy(24))]
         histories = [next_turn(*turn) for turn in zip(PROMPTS, answers, strict=True)]
-        warm = engine.generate(histories, greedy(8))
+        warm = engine.generate(histories, greedy(20))
         forked(engine)
         engine.flush()
-        killed = engine.core.pid
-        os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: engine.core.pid not in (killed, None) and engine.core.state == "running", "it runs again")
-        cold = engine.generate(histories, greedy(8))
+        if process == "own":
+            kill(engine)
+        else:
+            engine.check_integrity()
+            opened.close()
+            engine = opened.enter_context(Engine(saved_model(name), tiers, device="cpu", **options))
+        cold = engine.generate(histories, greedy(20))
     for history, before, after in zip(histories, warm, cold, strict=True):
         assert after.token_ids == before.token_ids
         assert before.usage.cached_tokens_details.hbm == before.usage.cached_tokens == num_known(history)
         details = after.usage.cached_tokens_details
         assert details.disk == after.usage.cached_tokens >= num_known(history)
+        assert name in ARCHITECTURES_WITH_WINDOWS or details.disk == num_known(history)
     check_answers(saved_model(name), [*PROMPTS, *histories], [*answers, *(made.token_ids for made in cold)])
+
+
+def kill(engine: Engine) -> None:
+    killed = engine.core.pid
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: engine.core.pid not in (killed, None) and engine.core.state == "running", "it runs again")
 
 
 def forked(engine: Engine) -> None:
@@ -66,6 +77,7 @@ def forked(engine: Engine) -> None:
     assert [choice.token_ids for choice in together.choices] == alone
 
 
+@pytest.mark.parametrize("name", FAMILIES)
 def test_preempted_for_another_tenant_and_then_from_the_cpu_tier(name, saved_model, tmp_path):
     engine = open_engine(
         saved_model(name), tmp_path / "store", "4MiB", "8MiB", 0, dtype="float32", max_num_batched_tokens=CHUNKS,

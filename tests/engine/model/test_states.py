@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError
 from tests.support.by_hand import by_hand
 from tests.support.engines import chain_of, evict_hbm, greedy, open_engine, tokens
 from tests.support.faults import reads_that
-from tests.support.models import ARCHITECTURES_WITH_STATES, ARCHITECTURES_WITH_WINDOWS, check_answer, network_of
+from tests.support.models import ARCHITECTURES_WITH_STATES, check_answer, network_of
 from tests.support.redis_server import wait_for_answers
 from tests.support.waiting import TIMEOUT_S
 
@@ -29,34 +29,8 @@ def name(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=[*ARCHITECTURES_WITH_STATES, *ARCHITECTURES_WITH_WINDOWS])
-def any_name(request) -> str:
-    """Also of models with windows: below HBM, the KV of such layers is a state."""
-    return request.param
-
-
 def opened(folder, hbm: str = "4MiB", **options: object) -> Engine:
     return open_engine(folder, hbm=hbm, dtype="float32", max_num_batched_tokens=48, **options)
-
-
-def test_a_next_turn_begins_with_the_state_that_is_on_disk_without_a_cpu_tier(any_name, saved_model, tmp_path):
-    network = network_of(saved_model(any_name))
-    with opened(saved_model(any_name), path=tmp_path, cpu=0, disk="64MiB") as engine:
-        first = engine.generate(PROMPTS, greedy(40))
-        histories = [one + made.token_ids + tokens(9, 4) for one, made in zip(PROMPTS, first, strict=True)]
-        warm = engine.generate(histories, greedy(20))
-        engine.connector.upkeep.flush()
-        engine.check_integrity()
-    with opened(saved_model(any_name), path=tmp_path, cpu=0, disk="64MiB") as engine:
-        cold = engine.generate(histories, greedy(20))
-        engine.check_integrity()
-        details = [made.usage.cached_tokens_details for made in cold]
-    for history, made, again in zip(histories, warm, cold, strict=True):
-        check_answer(network, history, again.token_ids)
-        assert again.token_ids == made.token_ids
-        most = (len(history) - 1) if any_name in ARCHITECTURES_WITH_WINDOWS else len(history) - 5
-        assert (len(history) - 5) // BLOCK * BLOCK <= again.usage.cached_tokens <= most // BLOCK * BLOCK
-    assert sum(one.disk for one in details) > 0 and not any(one.hbm for one in details)
 
 
 def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
