@@ -27,6 +27,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.disable()  # until all is collected: what that makes stays
+gc.set_threshold(10_000)  # seldom: with torch in it, a process spends a tenth of its time there
+
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # by the clock, both
 settings.load_profile("kvstore")
 
@@ -52,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     forked.start_forker()
     gc.freeze()  # what was imported and collected stays: no collection of garbage need look at it
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

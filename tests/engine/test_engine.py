@@ -219,22 +219,6 @@ def test_a_models_own_code_is_never_run(tmp_path, monkeypatch):
 
 
 def test_engines_never_closed_neither_hang_nor_crash_the_exit(model):
-    program = f"""
-import asyncio, threading, time
-from kvstore import AsyncEngine, Engine, SamplingParams
-engine, served = Engine({model!r}), AsyncEngine(Engine({model!r}))
-long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-async def main():
-    task = asyncio.ensure_future(served.generate([1, 2, 3], long))
-    await asyncio.sleep(0.05)
-asyncio.run(main())
-threading.Thread(target=lambda: asyncio.run(served.generate([5] * 50, long)), daemon=True).start()
-def work():
-    while True:
-        engine.generate([[1, 2, 3]], long)
-threading.Thread(target=work, daemon=True).start()
-time.sleep(0.1)
-"""
-    root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "tests.children.never_closed", model]
+    done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -14,14 +14,15 @@ ENVIRONMENT = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # n
 
 
 class Terminal:
-    """A program at a terminal of its own, as a context, which ends it."""
+    """A program at a terminal of its own, as a context, which ends it. signals: also where the keys for them are."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, signals: bool = True) -> None:
         self._ours, theirs = pty.openpty()
         within = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
         self.process = subprocess.Popen(
-            [*within, *command], cwd=ROOT, env=ENVIRONMENT, stdout=theirs, stderr=theirs, start_new_session=True
-        )
+            [*(within if signals else ()), *command], cwd=ROOT, env=ENVIRONMENT, stdin=theirs, stdout=theirs,
+            stderr=theirs, start_new_session=True,
+        )  # fmt: skip
         os.close(theirs)
         os.set_blocking(self._ours, False)
         self._said = b""

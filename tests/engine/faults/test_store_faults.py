@@ -37,7 +37,7 @@ from tests.support.programs import may_mount
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
-NUM_ROUNDS = 6
+NUM_ROUNDS = 4
 CHILD = Path(__file__).parents[2] / "children/store_child.py"
 ROOT = CHILD.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

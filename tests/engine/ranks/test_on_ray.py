@@ -39,13 +39,6 @@ ON_RAY = {"distributed_executor": "ray"}
 SILENCE_S, START_S = 6.0, 300.0
 SHORT = [("tensor", signal.SIGKILL), ("pipeline", signal.SIGSTOP)]
 CASES = [(size, sign) for size in SIZES for sign in (signal.SIGKILL, signal.SIGSTOP)]
-OTHER = """
-import sys
-from kvstore.engine.ranks.on_ray import RankActor
-
-rank, host, port, key = sys.argv[1:]
-RankActor().run(int(rank), host, int(port), bytes.fromhex(key))
-"""
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 ENOUGH_S, SHORT_S = 60.0, 0.2
 
@@ -241,7 +234,7 @@ def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
     found: list[subprocess.Popen] = []
 
     def start(rank: int, host: str, port: int, key: bytes) -> subprocess.Popen:
-        command = [sys.executable, "-c", OTHER, str(rank), host, str(port), key.hex()]
+        command = [sys.executable, "-m", "tests.children.ray_rank", str(rank), host, str(port), key.hex()]
         with (tmp_path / "log").open("wb") as stderr:
             found.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr, cwd=tmp_path))
         return found[-1]

@@ -186,7 +186,7 @@ def key_of(case) -> str:
 
 @SCHEMA.parametrize()
 @hypothesis.settings(
-    max_examples=15,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     database=None,

@@ -64,7 +64,7 @@ def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
     command = [sys.executable, "-m", "kvstore.service.command.cli", "chat", "--config", "/dev/null", "--store",
                str(tmp_path / "store"), "--disk", "64MiB", "--hbm", "4MiB", "--max-tokens", "4"]  # fmt: skip
     for lines in (["hello there\r"], ["\x1b[A!\r", "/retry\r", "/undo\r"]):
-        with Terminal(*command) as terminal:
+        with Terminal(*command, signals=False) as terminal:
             for line in lines:
                 terminal.hear("you>")
                 terminal.type(line)
