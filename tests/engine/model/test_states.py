@@ -24,36 +24,36 @@ BLOCK = 16
 PROMPTS = [tokens(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
 
 
-@pytest.fixture(params=ARCHITECTURES_WITH_STATES)
-def name(request) -> str:
-    return request.param
-
-
 def opened(folder, hbm: str = "4MiB", **options: object) -> Engine:
     return open_engine(folder, hbm=hbm, dtype="float32", max_num_batched_tokens=48, **options)
 
 
-def test_states_of_bfloat16_take_half_the_bytes(name, saved_model, tmp_path):
-    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB", state_dtype="bfloat16") as engine:
-        (made,) = engine.generate([PROMPTS[0]], greedy(40))
-        history = PROMPTS[0] + made.token_ids + tokens(9, 4)
+@pytest.mark.parametrize("name", ARCHITECTURES_WITH_STATES)
+def test_states_of_bfloat16_take_half_the_bytes(name, saved_model):
+    with opened(saved_model(name), state_dtype="bfloat16") as engine:
+        engine.generate([PROMPTS[0]], greedy(4))
         spec = engine.loop.runner.model.spec.state
         pool: StatePool = engine.loop.runner.states
         used = int(pool.rows.any(dim=1).nonzero()[0])
         exact = pool.rows[used].clone()
         pool.unpack([used], pool.packed([used]))
         tensors = [tensor[used].float() for pairs in pool.tensors.values() for _, tensor in pairs]
-        engine.flush()
     assert any(tensor.any() for tensor in tensors)
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors), "a rounded state stays as it is"
     assert not torch.equal(exact, pool.rows[used])
     assert spec.num_bytes == pytest.approx(2 * spec.stored.num_bytes, rel=0.02)
-    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB", state_dtype="bfloat16") as engine:
-        (again,) = engine.generate([history], greedy(20))
-    assert again.usage.cached_tokens_details.disk == (len(history) - 5) // BLOCK * BLOCK
-    with opened(saved_model(name), path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
-        (again,) = engine.generate([history], greedy(20))
-        assert again.usage.cached_tokens == 0, "stored otherwise, it is another state"
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "FalconH1"])
+def test_states_that_are_stored_in_another_dtype_are_others(name, saved_model, tmp_path):
+    limits = {"path": tmp_path, "cpu": "8MiB", "disk": "64MiB"}
+    with opened(saved_model(name), **limits, state_dtype="bfloat16") as engine:
+        (made,) = engine.generate([PROMPTS[0]], greedy(40))
+        history = PROMPTS[0] + made.token_ids + tokens(9, 4)
+    for dtype, num_cached in (("bfloat16", (len(history) - 5) // BLOCK * BLOCK), ("auto", 0)):
+        with opened(saved_model(name), **limits, state_dtype=dtype) as engine:
+            (again,) = engine.generate([history], greedy(4))
+        assert again.usage.cached_tokens_details.disk == again.usage.cached_tokens == num_cached
 
 
 def test_a_state_that_cannot_be_read_is_tried_once(saved_model, tmp_path):
