@@ -52,7 +52,11 @@ VARIANTS = {  # of "llama"
 IN_FLOAT32 = ("llama", "qwen3", "gemma2", "smollm3", "mixed")  # as the others, to rounding: these differ in their paths
 CASES = [(name, dtype) for name in [*MODELS, *VARIANTS] for dtype in DTYPES if dtype != "float32" or name in IN_FLOAT32]
 MANY = 36  # requests at once: more rows than C takes by tiles
-NAMES = ["llama", "qwen2 windows", "qwen3", "gemma2"]
+BELOW_HBM = [  # each path and each dtype once: what a tier gives back does not know which of the two it is
+    ("llama", "float32"), ("llama", "bfloat16"), ("qwen2 windows", "bfloat16"), ("qwen3", "bfloat16"),
+    ("gemma2", "float32"),
+]  # fmt: skip
+TALKING = [("llama", "bfloat16"), ("qwen3", "float32")]
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "hbm": "4MiB", "cpu": "4MiB"}
 
 
@@ -180,7 +184,7 @@ class Stored:
         return native.library() is not None and not hasattr(self.reference.network.config, "attn_logit_softcapping")
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in NAMES for dtype in DTYPES], ids=" ".join)
+@pytest.fixture(scope="module", params=BELOW_HBM, ids=" ".join)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
     stored = Stored(tmp_path_factory.mktemp("model"), Reference(make(*request.param)))
     stored.reference.network.save_pretrained(stored.folder)
@@ -253,7 +257,7 @@ def test_many_requests_beside_evictions(model: Stored, path: Path) -> None:
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", params=[(name, dtype) for name in ("llama", "qwen3") for dtype in DTYPES], ids=" ".join)
+@pytest.fixture(scope="module", params=TALKING, ids=" ".join)
 def chat_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
     import transformers
 
