@@ -27,7 +27,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-gc.disable()  # until all is collected: what that makes stays
 gc.set_threshold(10_000)  # seldom: with torch in it, a process spends a tenth of its time there
 
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # by the clock, both
@@ -52,10 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()  # what is imported and collected stays: no collection of garbage need look at it, now or later
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     forked.start_forker()
-    gc.freeze()  # what was imported and collected stays: no collection of garbage need look at it
-    gc.enable()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

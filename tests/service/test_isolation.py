@@ -63,12 +63,6 @@ def both(tmp_path_factory):
         yield servers
 
 
-@pytest.fixture(params=[0, 1], ids=["of alice", "of bob"])
-def pair(both, request):
-    """Owner and other, in both directions."""
-    return both if request.param == 0 else both[::-1]
-
-
 def fill_hbm(server, name: str) -> None:
     """Say so much else that nothing which was said before is in HBM any more."""
     num_blocks = server.engine.stats()["hbm"]["blocks"]
@@ -79,8 +73,8 @@ def fill_hbm(server, name: str) -> None:
 
 # -- KV --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("route", TALKING_ROUTES)
-def test_hbm_holds_nothing_for_another(pair, route):
-    owner, other = pair
+def test_hbm_holds_nothing_for_another(both, route):
+    owner, other = both
     text = text_of(owner.key, route)
     assert ask(owner, route, text)["all"] == 0
     check_owner_only(owner, other, route, text, "hbm")
@@ -88,16 +82,16 @@ def test_hbm_holds_nothing_for_another(pair, route):
 
 
 @pytest.mark.parametrize("other_route", TALKING_ROUTES[:2])
-def test_neither_does_it_on_another_route(pair, other_route):
+def test_neither_does_it_on_another_route(both, other_route):
     """The prompt of a message is the same on all routes that talk; so is its KV, for its owner."""
-    owner, other = pair
+    owner, other = both
     text = text_of(owner.key, "from /v1/responses on", other_route)
     ask(owner, "/v1/responses", text)
     check_owner_only(owner, other, other_route, text, "hbm")
 
 
-def test_the_cpu_tier_holds_nothing_for_another(pair):
-    owner, other = pair
+def test_the_cpu_tier_holds_nothing_for_another(both):
+    owner, other = both
     texts = {route: text_of("for the CPU tier", owner.key, route) for route in TALKING_ROUTES}
     for route, text in texts.items():
         ask(owner, route, text)
@@ -118,8 +112,8 @@ def test_the_disk_holds_nothing_for_another(tmp_path):
 
 
 @pytest.mark.parametrize("route", TALKING_ROUTES[1:3])
-def test_a_salt_separates_within_a_tenant(pair, route):
-    owner, other = pair
+def test_a_salt_separates_within_a_tenant(both, route):
+    owner, other = both
     text = text_of("salted", owner.key, route)
     assert ask(owner, route, text, cache_salt="one")["all"] == 0
     assert ask(owner, route, text)["all"] == 0
@@ -160,8 +154,8 @@ def check_same_answer(foreign, unknown, session_id: str, unknown_id: str) -> Non
 
 
 @pytest.mark.parametrize(("method", "path"), OF_A_SESSION)
-def test_another_s_session_is_one_that_never_was(pair, method, path):
-    owner, other = pair
+def test_another_s_session_is_one_that_never_was(both, method, path):
+    owner, other = both
     session_id = chat(owner, "Hello")["session_id"]
     chat(owner, "And hello again", session_id)
     unknown_id = session_id.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
@@ -186,8 +180,8 @@ def named_in_body(session_id: str, turn: int) -> list[tuple[str, dict]]:
 
 
 @pytest.mark.parametrize("number", range(len(named_in_body("", 1))))
-def test_neither_can_it_be_gone_on_with(pair, number):
-    owner, other = pair
+def test_neither_can_it_be_gone_on_with(both, number):
+    owner, other = both
     session_id = chat(owner, "Hello", system="Be brief.")["session_id"]
     unknown_id = session_id[::-1] if session_id[::-1] != session_id else "0" * len(session_id)
     for turn in (1, 2):
@@ -208,8 +202,8 @@ def test_lists_show_one_s_own(both):
 
 
 @pytest.mark.parametrize("route", ["/chat", "/v1/responses"])
-def test_retries_of_one_are_new_requests_of_the_other(pair, route):
-    owner, other = pair
+def test_retries_of_one_are_new_requests_of_the_other(both, route):
+    owner, other = both
     key = {"Idempotency-Key": f"{route} of both {owner.key}"}
     mine = owner.request("POST", route, body_of(route, text_of("mine", owner.key, route)), key)
     theirs = other.request("POST", route, body_of(route, text_of("theirs", owner.key, route)), key)
@@ -237,8 +231,8 @@ def odd_answer(server, text: str) -> tuple[list[dict], int, int]:
 
 
 @pytest.mark.parametrize("salt", [None, "salt"])
-def test_answers_are_recognised_for_who_got_them(pair, salt):
-    owner, other = pair
+def test_answers_are_recognised_for_who_got_them(both, salt):
+    owner, other = both
     history, num_exact, num_of_text = odd_answer(owner, text_of("recognised", owner.key, salt))
     more = {"messages": history, "max_tokens": 1}
     foreign = (other if salt is None else owner).post("/v1/chat/completions", {**more, "cache_salt": salt}).json()
