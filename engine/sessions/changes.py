@@ -117,17 +117,18 @@ class SessionChanges:
         done = "exact" if reuse == "reencode" and not num_reencoded else reuse
         return EditResult(record.number, done, len(record.token_ids), num_reencoded)
 
-    def _clear(self, hold: Hold, said: Sequence[Message], options: AnswerOptions) -> Sequence[AppliedEdit]:
-        """Clear what the options want cleared before a turn that adds `said`, as an edit; durable on return."""
+    def _cleared(
+        self, said: Sequence[Message], options: AnswerOptions
+    ) -> tuple[Changed | None, Sequence[AppliedEdit]]:  # fmt: skip
+        """What the options want cleared before a turn that adds `said`, as an edit, which is stored with that turn."""
         chats, wanted = self.chats, options.context_management
         if wanted is None or not self.num_turns:  # what begins with a history is not stored yet
-            return ()
+            return None, ()
         shown = [*self.window.shown, *said]
         messages, applied = chats.language.cleared(shown, options, chats.client.facts, is_session=True)
-        if messages:
-            make, reuse = partial(edits_at, messages, self.window), wanted.reuse or "exact"
-            self._store_change(hold, lambda: self._edited(make, reuse)[0])
-        return applied
+        if not messages:
+            return None, applied
+        return self._edited(partial(edits_at, messages, self.window), wanted.reuse or "exact")[0], applied
 
     def _edited(self, make: Callable[[Sequence[TurnRecord]], list[MessageEdit]], reuse: str) -> tuple[Changed, int]:
         chats = self.chats
@@ -141,28 +142,21 @@ class SessionChanges:
             hold = claims.hold(self.key)
             leased.callback(claims.release, hold)
             self._lease(hold, leased)
-            changed = self._store_change(hold, change)
-        if changed is None:
-            return None
-        _, record, forgotten = changed
+            with self.storing:
+                if self.is_deleted or self.number is None:
+                    raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
+                before, changed = self.window, change()
+                if changed is None:
+                    self.chats.sessions.confirm()
+                    return None
+                after, record, forgotten = changed
+                try:
+                    self.store(record, after, hold.lease, forgotten)
+                except Exception:
+                    self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
+                    raise
         self.last = None if forgotten else self.last
         for tombstone in self.chats.sessions.pending_deletions() if forgotten else ():
             if tombstone.key == self.key:
                 self.chats.carry_out(tombstone, (), DELETE_TIMEOUT_S)
         return record
-
-    def _store_change(self, hold: Hold, change: Callable[[], Changed | None]) -> Changed | None:
-        with self.storing:
-            if self.is_deleted or self.number is None:
-                raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
-            before, changed = self.window, change()
-            if changed is None:
-                self.chats.sessions.confirm()
-                return None
-            after, record, forgotten = changed
-            try:
-                self.store(record, after, hold.lease, forgotten)
-            except Exception:
-                self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
-                raise
-            return changed

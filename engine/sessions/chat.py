@@ -21,7 +21,7 @@ from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.changes import SessionChanges, SessionParts
-from kvstore.engine.sessions.window import OneTurn, Window
+from kvstore.engine.sessions.window import OneTurn, Window, spliced_blocks
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import (
@@ -170,12 +170,15 @@ class ChatSession(SessionChanges):
             self._lease(hold, undo)
             if after_turn not in (None, self.num_turns):
                 raise SessionBusyError(f"session {self.session_id} has gone on since turn {after_turn}")
-            applied = () if options.context_management is None else self._clear(hold, messages, options)
             with self.storing:
                 if self.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
-                turn = hold.turn = self._submit(messages, params, hold.request_key, listener, options, recall)
+                cleared, applied = self._cleared(messages, options)
+                before, lineage = (self.window if cleared is None else cleared[0]), self.window.lineage
+                undo.callback(self.chats.client.forget, spliced_blocks(before.chain, before.lineage, lineage))
+                turn = self._submit(before, messages, params, hold.request_key, listener, options, recall)
+                turn = hold.turn = replace(turn, cleared=None if cleared is None else cleared[1])
             undo.pop_all()
             turn.handle.output.applied_edits = applied
             return turn
@@ -189,10 +192,10 @@ class ChatSession(SessionChanges):
             self.catch_up(hold.request_key)
 
     def _submit(
-        self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None,
-        options: AnswerOptions, recall: Recalled | None,
+        self, before: Window, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None,
+        listener: Listener | None, options: AnswerOptions, recall: Recalled | None,
     ) -> OneTurn:  # fmt: skip
-        before, client, language, prompt = self.window, self.chats.client, self.chats.language, None
+        client, language, prompt = self.chats.client, self.chats.language, None
         template = language.chat_template(options)
         old = max((i for i, m in enumerate(said) if m["role"] in ("system", "assistant")), default=-1) + 1
         if old:
@@ -240,7 +243,7 @@ class ChatSession(SessionChanges):
             finally:
                 is_stored = record is not None
                 is_deleted = not is_stored and self.check_deleted()
-                client.forget(turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size))
+                client.forget(turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size, self.window.lineage))
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
@@ -249,6 +252,8 @@ class ChatSession(SessionChanges):
         with self.storing:
             if self.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
+            if turn.cleared is not None:
+                self.store(turn.cleared, turn.before, hold.lease)
             after = turn.after(language.tokenizer, language.chat_template(), client.facts.block_size)
             record = turn.record(self.num_turns + 1, after)
             self.store(record, after, hold.lease)
@@ -349,7 +354,7 @@ class ChatSession(SessionChanges):
         if hold is None or hold.turn is None:
             return ()
         self.chats.claims.drop(hold)
-        return hold.turn.unneeded_blocks(is_stored=False, is_deleted=True, block_size=block_size)
+        return hold.turn.unneeded_blocks(False, True, block_size, self.window.lineage)
 
 
 MAX_KEPT = 256

@@ -207,10 +207,13 @@ class Keys:
         return self._digest(b"ow", b"")
 
     def message(self, message: Message) -> bytes:
-        """The digest of a message: all fields of it, as a template may show any, but its reasoning. Calls count as JSON
-        values: clients order keys anew, and change white space.
+        """The digest of a message: all fields of it, as a template may show any, but its reasoning, which not all
+        clients send back; but that it was cleared. Calls count as JSON values: clients order keys anew, and change
+        white space.
         """
-        shown = {key: value for key, value in message.items() if value is not None and key != "reasoning_content"}
+        shown = {key: value for key, value in message.items() if value is not None}
+        if shown.get("reasoning_content"):
+            del shown["reasoning_content"]
         if "tool_calls" in shown:
             shown["tool_calls"] = json.dumps([_canonical(call) for call in shown["tool_calls"]], sort_keys=True)
             shown["content"] = shown.get("content") or ""
@@ -355,7 +358,7 @@ class Recall:
         if template is None or not messages:
             return
         asked = self._language.chat_template(options)
-        if handle is not None and any("reasoning_content" in message for message in messages):
+        if handle is not None and any(message.get("reasoning_content") for message in messages):
             thinking = "dropped" if asked.hidden_thinking(messages) else "kept"
             output.usage = replace(output.usage, thinking=thinking)
         if handle is not None and handle.has_missed(self._client.facts.block_size):

@@ -381,6 +381,7 @@ class OneTurn:
     handle: Handle
     idempotency_key: str | None = None
     template: ChatTemplate | None = None
+    cleared: TurnRecord | None = None
 
     def explain(self, block_size: int) -> None:
         """Say in its usage what became of thinking, and why it has computed what an earlier turn had, if it has."""
@@ -421,15 +422,15 @@ class OneTurn:
             idempotency_key=self.idempotency_key, spans=self.next.span_blocks,
         )  # fmt: skip
 
-    def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int) -> Sequence[BlockId]:
+    def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int, known: Lineage) -> Sequence[BlockId]:
         """Blocks that nothing refers to once the turn has ended. is_deleted: its session was deleted before it was
-        stored.
+        stored. known: of the session's window, if it is not stored.
         """
         before, spliced = self.before, self.next.spliced_blocks
         if is_stored:
             return spliced(before.lineage, self.lineage)
         own = (*self._own_blocks(block_size), *self.next.span_blocks) if is_deleted else ()
-        return [*own, *spliced(before.lineage)]
+        return [*own, *spliced(known), *spliced_blocks(before.chain, before.lineage, known)]
 
     def _own_blocks(self, block_size: int) -> Sequence[BlockId]:
         """Blocks of this turn alone, not of earlier turns or the system prompt."""

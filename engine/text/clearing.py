@@ -148,7 +148,7 @@ def cleared(
     what its next turn adds. Results that no answer has seen yet stay.
     """
     kinds = [kind for kind in (TOOL_USES, THINKING) if wanted.of(kind) is not None]
-    if not kinds or not any("reasoning_content" in one or one["role"] == "tool" for one in messages):
+    if not kinds or not any(one.get("reasoning_content") or one["role"] == "tool" for one in messages):
         return {}, []
 
     def count(texts: Sequence[str]) -> list[int]:
@@ -182,6 +182,7 @@ class _History:
         self._calls: dict[str, tuple[int, int, int, str]] = {}  # by id: answer, place, tokens of the input, tool
         system = [message for message in messages[:1] if message["role"] == "system"]
         self._num_head = len(template.head_ids(system) or ())
+        self._is_session = is_session
         self._shows_thoughts = is_session or not template.hidden_thinking(_THOUGHT)
         num_around, num_use = _template_tokens(template, messages)
         placeholder, no_input, *counts = count(
@@ -285,6 +286,8 @@ class _History:
             message = found.get(part.index, self._messages[part.index])
             if part.turn is not None:
                 found[part.index] = {key: value for key, value in message.items() if key != "reasoning_content"}
+                # A history of another name, as its ids are others: what is known of the whole one has the thinking.
+                found[part.index] |= {} if self._is_session else {"reasoning_content": ""}
                 continue
             found[part.index] = {**message, "content": CLEARED}
             if part.call is not None:
