@@ -292,7 +292,7 @@ class AsyncEngine:
         if isinstance(begun, int):
             begun = await self.call_with_text(begun, begin)
         assert chat is not None and not isinstance(begun, int)
-        turn.session_id, turn.number = chat.session_id, chat.num_turns + 1
+        turn.session_id, turn.number = chat.session_id, chat.num_turns + 1 + (begun.cleared is not None)
         try:
             await turn.computed(begun.handle)
         finally:

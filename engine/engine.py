@@ -243,7 +243,10 @@ class Engine:
             parser, each = language.parser(options), [language.constrained(params, options) for params in each]
         bell, before = Bell(only_ends=True), ((), Lineage(self.facts.root(tenant, cache_salt)))
         asked = [(ids, params) for (ids, _), params in zip(made, each, strict=True)]
-        spliced = [with_spans(self.client, ids, spans, tenant, before)[0] if spans else None for ids, spans in made]
+        spliced = [
+            with_spans(self.client, ids, spans, tenant, before)[0] if spans and not params.kv_exact else None
+            for (ids, spans), params in zip(made, each, strict=True)
+        ]
         handles = self.client.submit_all(asked, tenant, cache_salt, priority, spliced, bell, parser=parser)
         try:
             for handle in handles:

@@ -80,6 +80,7 @@ class ChatSession(SessionChanges):
         self.updated_s = 0.0
         self.is_deleted = False
         self._expires_s: float | None = None  # as the core was told
+        self._unstored = set[BlockId]()  # of spans that turns have computed which are not stored
         first: list[Message] = [{"role": "system", "content": system}] if system else []
         self.window = Window(first, list(first), 0, [], [], Lineage(chats.client.facts.root(key.tenant)))
         if state is not None:
@@ -174,7 +175,8 @@ class ChatSession(SessionChanges):
                 if self.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
-                cleared, applied = self._cleared(messages, options)
+                wanted = options.context_management
+                cleared, applied = (None, ()) if wanted is None else self._cleared(messages, options)
                 before, lineage = (self.window if cleared is None else cleared[0]), self.window.lineage
                 undo.callback(self.chats.client.forget, spliced_blocks(before.chain, before.lineage, lineage))
                 turn = self._submit(before, messages, params, hold.request_key, listener, options, recall)
@@ -219,6 +221,7 @@ class ChatSession(SessionChanges):
             )  # fmt: skip
         except Exception:
             client.forget(following.spliced_blocks(before.lineage))
+            self._unstored.update(following.span_blocks)
             raise
         return OneTurn(before, new, following, handle, idempotency_key, template)
 
@@ -242,6 +245,7 @@ class ChatSession(SessionChanges):
                     record = self._commit(hold, turn) if output.token_ids else None
             finally:
                 is_stored = record is not None
+                self._unstored.update(() if is_stored else turn.next.span_blocks)
                 is_deleted = not is_stored and self.check_deleted()
                 client.forget(turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size, self.window.lineage))
         return record
@@ -348,13 +352,15 @@ class ChatSession(SessionChanges):
             yield
 
     def mark_deleted(self) -> Sequence[BlockId]:
-        """Call this inside `ending`. Returns the blocks of the turn that was running, which will not be stored."""
+        """Call this inside `ending`. Returns the blocks of the turn that was running, which will not be stored, and of
+        spans of such turns before.
+        """
         self.is_deleted = True
         hold, block_size = self.chats.claims.on(self.key), self.chats.client.facts.block_size
         if hold is None or hold.turn is None:
-            return ()
+            return [*self._unstored]
         self.chats.claims.drop(hold)
-        return hold.turn.unneeded_blocks(False, True, block_size, self.window.lineage)
+        return [*self._unstored, *hold.turn.unneeded_blocks(False, True, block_size, self.window.lineage)]
 
 
 MAX_KEPT = 256

@@ -279,7 +279,7 @@ def with_kv(
     else:
         num_whole = known // size
         if lineage.splice_index is not None and (reuse == "forget" or num_whole < lineage.splice_end):
-            num_whole = min(num_whole, lineage.splice_index)
+            num_whole = 0 if lineage.sources else min(num_whole, lineage.splice_index)  # else copies, under other ids
             known, lineage = min(known, num_whole * size), lineage.exact
         chain = before.chain[:num_whole]
     extend_chain(chain, lineage.root, after.token_ids, size)

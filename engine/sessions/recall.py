@@ -373,7 +373,8 @@ class Recall:
         reasoned = {index for index, message in enumerate(messages) if message.get("reasoning_content")}
         heads = (None if handle is None else handle.earlier.heads) or set(marks[:1])
         requests = keys.requests(marks)[-1:]
-        splices = () if handle is None or handle.lineage is None else handle.lineage.splices
+        lineage = None if handle is None else handle.lineage
+        splices = () if lineage is None or lineage.sources else lineage.splices  # copies are looked for at each request
         for choice in output.choices:
             if choice.finish_reason is None or not choice.token_ids:
                 continue

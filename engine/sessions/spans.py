@@ -48,9 +48,9 @@ def with_spans(
             if made is None:  # one of them is not stored, the head more often
                 compute(client, ids, tenant, spliced_ids, source_chain[-1])
                 made = client.call(splice)
+        own += source_chain
         if made is None:
             break
-        own += source_chain
         chain, lineage = list(made[0]), made[1]
         spliced = (chain, lineage)
     return spliced, own
@@ -61,6 +61,8 @@ def compute(client: CoreClient, token_ids: Sequence[int], tenant: str, spliced: 
     engines, new chains with the same go to one.
     """
     if token_ids:
-        params, earlier = SamplingParams(max_tokens=1), Earlier(conversation=together)
+        # Under the ids that are spliced then, and not behind quantised copies.
+        params = SamplingParams(max_tokens=1, kv_exact=not spliced[1].splices)
+        earlier = Earlier(conversation=together)
         for _ in client.stream(client.submit(list(token_ids), params, tenant, spliced=spliced, earlier=earlier)):
             pass

@@ -69,8 +69,8 @@ class NextTurn:
     begun_s: float = 0.0
 
     def with_reuse(self, client: CoreClient, tenant: str) -> NextTurn:
-        """The same turn with the KV of its spans."""
-        if not self.reused:
+        """The same turn with the KV of its spans, unless it is too long to be computed at all."""
+        if not self.reused or len(self.prompt) >= client.facts.max_request_tokens:
             return self
         begun_s, known = time.monotonic(), (self.chain, self.lineage)
         (chain, lineage), span_blocks = with_spans(client, self.prompt, self.reused, tenant, known)
@@ -187,7 +187,8 @@ class Window:
             turn = self._truncated(client, template, said, turn, thoughts)
         if reuse == "reencode" and turn.spans:
             turn = self._spliced(client, turn, tenant)
-        turn = turn.with_reuse(client, tenant)
+        if not params.kv_exact:
+            turn = turn.with_reuse(client, tenant)
         return replace(turn, thinking=self._thinking_of(turn, template, said, find_thought is not None))
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
@@ -372,7 +373,8 @@ class OneTurn:
     """A running turn.
 
     before: the conversation so far, with the history that a first turn may bring. said: what it adds: the user's
-    message, or results of tools. next: the prompt. handle: the request's. template: which made the prompt.
+    message, or results of tools. next: the prompt. handle: the request's. template: which made the prompt. cleared: the
+    edit that `before` is the window after, which is stored with the turn.
     """
 
     before: Window

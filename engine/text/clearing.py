@@ -33,10 +33,10 @@ PARAM = "context_management"
 
 # -- what a client asks ------------------------------------------------------------------------------------------------
 class EditAmount(msgspec.Struct, frozen=True):
-    """type: input_tokens, tool_uses, thinking_turns, or all, which has no value."""
+    """type: input_tokens, tool_uses, thinking_turns, or all, which has no value: -1."""
 
     type: str
-    value: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    value: Annotated[int, Meta(ge=0, le=2**31)] = -1
 
 
 class ContextEdit(msgspec.Struct, frozen=True):
@@ -75,6 +75,8 @@ class ContextEdit(msgspec.Struct, frozen=True):
             if given.type not in types:
                 message = f"{path}.{name}.type is {given.type[:40]!r}; give {' or '.join(types)}"
                 raise RequestError(message, param=f"{path}.{name}.type")
+            if given.type != "all" and given.value < 0:
+                raise RequestError(f"{path}.{name}.value is missing", param=f"{path}.{name}.value")
         if isinstance(keep, EditAmount) and keep.type == "thinking_turns" and not keep.value:
             raise RequestError(f"{path}.keep.value must be at least 1", param=f"{path}.keep.value")
 

@@ -107,7 +107,7 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
             message = f"{param} is about a whole answer, and continue_final_message asks for the rest of one"
             raise RequestError(f"{message}; leave one of them out", param=param)
         spliced, earlier = None, made.earlier
-        if made.spans or made.lineage.splices:
+        if (made.spans or made.lineage.splices) and not params.kv_exact:
             spliced, earlier = await engine.call(made.with_spans, engine.engine.client, history.tenant)
         handle = await engine.submit(
             turn, made.token_ids, params, history.tenant, history.salt, history.priority, spliced, made.turn_starts,

@@ -305,12 +305,14 @@ NEXT = NextTurn(list(range(13)), BEFORE.chain, ROOT, 0, [2, 10])
 def test_spliced_blocks_are_needed_while_the_session_is_built_on_them():
     chain = [b"h" * 32, b"s" * 32, b"t" * 32]
     one = turn(BEFORE, NextTurn(list(range(13)), chain, SPLICED, 2, [2]), handle(range(13), [90], SPLICED))
-    assert one.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE) == ()
-    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE) == chain[1:]
+    assert one.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage) == ()
+    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=one.before.lineage) == chain[1:]
     given_up = replace(one, handle=handle(range(13), [90], ROOT))
-    assert given_up.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE) == chain[1:]
+    assert given_up.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage) == chain[1:]
     known = replace(one, before=replace(BEFORE, lineage=SPLICED))
-    assert known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE) == []
+    assert known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=SPLICED) == []
+    cleared = known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=ROOT)
+    assert set(cleared) == {*chain[1:], *BEFORE.chain[1:]}, "of the window too, which clearing has made of another"
 
 
 @pytest.mark.parametrize(("starts", "known", "own"), [
@@ -324,11 +326,11 @@ def test_a_deleted_session_takes_the_blocks_of_its_running_turn(starts, known, o
     before = replace(BEFORE, chain=chain_of(ids)[:known])
     one = turn(before, NextTurn(ids, before.chain, ROOT, 0, starts), handle(ids, []))
     one.handle.chain = chain_of(ids)
-    assert one.unneeded_blocks(is_stored=False, is_deleted=True, block_size=SIZE) == chain_of(ids)[own:]
-    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE) == []
+    assert one.unneeded_blocks(is_stored=False, is_deleted=True, block_size=SIZE, known=ROOT) == chain_of(ids)[own:]
+    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=one.before.lineage) == []
 
 
 def test_blocks_are_a_turns_own_from_where_its_chain_parts():
     one = turn(replace(BEFORE, chain=chain_of(range(12))), NEXT, handle(range(13), []))
     one.handle.chain = [*chain_of(range(4)), b"x" * 32, b"y" * 32]
-    assert one.unneeded_blocks(False, True, SIZE) == [b"x" * 32, b"y" * 32]
+    assert one.unneeded_blocks(False, True, SIZE, ROOT) == [b"x" * 32, b"y" * 32]
