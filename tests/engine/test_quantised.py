@@ -12,6 +12,7 @@ from kvstore import CacheTiers, Engine
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import is_quantised, quantised_id
 from kvstore.disk.codec import Codec
+from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import ConfigError
 from kvstore.kernels import int8
 from kvstore.sessions.record import SessionKey
@@ -301,3 +302,38 @@ def test_what_is_exact_stays_exact_when_the_file_is_rewritten(again):
         assert quantised(ask(engine, [*PROMPT, 1])) == 0
         assert quantised(ask(engine, [*other, 1])) == 96
         evict_memory(engine)
+
+
+@pytest.mark.parametrize("reuse", ["exact", "forget"])
+def test_an_edit_leaves_no_copy_under_an_exact_chain(again, plain, reuse):
+    """A truncated conversation, whose head comes back as copies."""
+    fill_over(again().chat("s", system=LONG_SYSTEM))
+    engine = again()
+    chat = engine.chat("s")
+    talk(chat, 1)
+    assert chat.window.lineage.sources and chat.window.lineage.splice_index
+    first = len(chat.window.system) + chat.window.num_dropped
+    chat.edit([{"type": "replace", "index": first + 2, "content": "Another one."}], reuse)
+    assert not any(map(is_quantised, chat.window.chain))
+    exact = chat.fork("fork").send("Go on.", greedy(10, kv_exact=True))
+    assert exact.token_ids == plain(exact.prompt_token_ids, 10)
+
+
+def test_a_history_that_began_with_copies_goes_on_in_memory(again):
+    def send(recall, messages):
+        made = recall.prompt("", "", messages)
+        spliced, earlier = made.with_spans(recall._client, "")
+        handle = engine.submit(made.token_ids, greedy(10), spliced=spliced, earlier=earlier)
+        list(engine.stream(handle))
+        recall.note("", "", messages, handle.output, handle=handle)
+        return handle.output
+
+    messages = [{"role": "user", "content": "This is the first message in a long talk about nothing at all."}]
+    for _ in range(2):
+        engine = again()
+        recall = Recall(engine)
+        for _ in range(2):
+            output = send(recall, messages)
+            messages += [output.choices[0].message, {"role": "user", "content": "And what came then?"}]
+        settle(engine)
+    assert quantised(output) > 0 and output.usage.cached_tokens > len(output.prompt_token_ids) - 48

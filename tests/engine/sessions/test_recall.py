@@ -400,3 +400,9 @@ def test_digests_tell_owners_and_messages_apart():
     histories = [one.histories(one.marks(messages))[-1] for one in keys for messages in lists]
     assert len(set(histories)) == len(histories)
     assert len({one.text("a") for one in keys}) == len(keys)
+
+
+def test_a_thought_that_was_cleared_names_another_history_and_one_that_is_not_sent_back_does_not():
+    keys, answer = Keys(b"r" * 32, ""), {"role": "assistant", "content": "Yes."}
+    assert keys.message(answer | {"reasoning_content": "Let me see."}) == keys.message(answer)
+    assert keys.message(answer | {"reasoning_content": ""}) != keys.message(answer)

@@ -306,9 +306,14 @@ def test_spliced_blocks_are_needed_while_the_session_is_built_on_them():
     chain = [b"h" * 32, b"s" * 32, b"t" * 32]
     one = turn(BEFORE, NextTurn(list(range(13)), chain, SPLICED, 2, [2]), handle(range(13), [90], SPLICED))
     assert one.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage) == ()
-    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=one.before.lineage) == chain[1:]
+    assert (
+        one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=one.before.lineage) == chain[1:]
+    )
     given_up = replace(one, handle=handle(range(13), [90], ROOT))
-    assert given_up.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage) == chain[1:]
+    assert (
+        given_up.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage)
+        == chain[1:]
+    )
     known = replace(one, before=replace(BEFORE, lineage=SPLICED))
     assert known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=SPLICED) == []
     cleared = known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=ROOT)

@@ -195,6 +195,20 @@ def test_a_stream_of_a_session_tells_it_at_its_end(server):
     assert num_cleared(events[-2]["context_management"]["applied_edits"]) == 8
 
 
+@pytest.mark.parametrize("wrong", [{"logit_bias": {"999999": 1}}, {"tool_call_id": "nope"}])
+def test_a_turn_that_is_refused_clears_nothing(server, wrong):
+    answers = answers_of_session(server, None, 10)
+    (call,) = answers[-1]["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": wrong.get("tool_call_id", call["id"]), "content": RESULT}
+    body = {**MUST, "session_id": answers[0]["session_id"], "messages": [result], "context_management": WANTED}
+    before = server.get(f"/sessions/{body['session_id']}").json()
+    refused = {**body, **{name: wrong[name] for name in wrong if name != "tool_call_id"}}
+    assert server.post("/chat", refused).status == 400
+    assert server.get(f"/sessions/{body['session_id']}").json() == before
+    result["tool_call_id"] = call["id"]
+    assert num_cleared(server.post("/chat", body).json()["context_management"]["applied_edits"]) == 8
+
+
 def test_inputs_of_calls_go_from_a_session(server):
     edit = {**EDIT, "clear_tool_inputs": True}
     answers = answers_of_session(server, {"edits": [edit]})
