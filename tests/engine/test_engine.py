@@ -159,7 +159,9 @@ def test_stats_count_requests_and_tokens(model):
         engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2))
         stats = engine.stats()
         assert stats["requests"]["finished"] == 3
-        assert stats["tokens"].pop("cached_by_tier") == {"hbm": 48, "cpu": 0, "disk": 0, "remote": 0, "reencoded": 0}
+        assert stats["tokens"].pop("cached_by_tier") == {
+            "hbm": 48, "cpu": 0, "disk": 0, "remote": 0, "reencoded": 0, "quantised": 0,
+        }  # fmt: skip
         assert stats["tokens"] == {"prompt_tokens": 171, "cached_tokens": 48, "completion_tokens": 6}
         assert stats["step"]["num_steps"] > 0 and stats["step"]["forward_s"] > 0
         handle = engine.submit(PROMPT, GREEDY)

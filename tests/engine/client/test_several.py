@@ -173,10 +173,12 @@ def test_eviction_and_deletion_reach_all_tiers_of_all(shared):
 
 def test_one_is_killed_in_the_middle_of_a_turn(shared, plain):
     """Its requests end with an error and those of the other go on; its conversations go on there, from the disk."""
-    ranks = {name: engine_of_turn(shared, name, hello(name))[0] for name in "ab"}
-    assert ranks["a"] != ranks["b"]
+    busy = shared.chat("b").stream(hello("b"), LONG)
+    next(busy)
+    rank, _ = engine_of_turn(shared, "a", hello("a"))  # where nothing runs
+    busy.close()
     shared.flush()
-    killed = pid(shared, ranks["a"])
+    killed = pid(shared, rank)
     other = shared.chat("b").stream("and then?", LONG)
     answer = shared.chat("a").stream("and then?", LONGER)
     next(other), next(answer)

@@ -38,9 +38,8 @@ from tests.support.packed import (
 )
 
 BUDGET = 48
-# How many layers are lean, whether the network is as a whole, and which layer may leave out tokens, where not all can.
+# How many layers are lean, whether the network is as a whole, and which layer may leave out tokens, where not all are.
 LEAN = {
-    "gemma": (NUM_LAYERS, False, NUM_LAYERS - 1),  # its embedding is scaled
     "gemma2": (0, False, None),
     "mixed": (NUM_LAYERS - 1, False, NUM_LAYERS - 1),
 }
