@@ -375,7 +375,8 @@ def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monk
 def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd):
     front, there = map(Channel, socket.socketpair())
     before = here.loop.on_news
-    server = CoreServer(here.core, there, Heart(None, 60.0))
+    heart = Heart(None, 60.0)
+    server = CoreServer(here.core, there, heart)
     lineage = Lineage(here.facts.root(""))
     for number in range(2):
         front.send(encode(Submit(f"r{number}", list(PROMPT), TEN, 10, "", 0, (), lineage)))
@@ -391,6 +392,7 @@ def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on
     assert capfd.readouterr().err.count("injected") == 1
     front.close()
     there.close()
+    heart.close()
     here.loop.on_news = before
     assert len(here.generate([PROMPT], TEN)[0].token_ids) == 10
 
