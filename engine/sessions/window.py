@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from msgspec import structs
 
-from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain, is_quantised
+from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain, is_quantised, quantised_id
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
@@ -36,9 +36,13 @@ def turn_begins(said: Sequence[Message]) -> list[int]:
 
 
 def spliced_blocks(chain: Sequence[BlockId], lineage: Lineage, *kept: Lineage) -> Sequence[BlockId]:
-    """The blocks that were spliced for this chain, without those of splices that one of the lineages `kept` has."""
-    known = {run for one in kept for run in one.splices}
-    first = next((run.first for run in lineage.splices if run not in known), None)
+    """The blocks that were spliced for this chain, without those of splices that one of the lineages `kept` has, itself
+    or as copies: who forgets a block forgets its copy. Copies of what was computed from the beginning are no splice.
+    """
+    known = {(run.first, quantised_id(run.parent)) for one in kept for run in one.splices}
+    known.add((0, quantised_id(lineage.root)))
+    runs = (run for run in lineage.splices if (run.first, quantised_id(run.parent)) not in known)
+    first = next((run.first for run in runs), None)
     return () if first is None else chain[first:]
 
 

@@ -236,6 +236,27 @@ def test_a_truncated_session_has_copies_of_its_splice(again):
     assert cached(refused)[3] == 0
 
 
+def test_a_turn_that_begins_with_copies_of_its_splice_keeps_them(again):
+    """What a fork spliced in the same way has left memory, and has copies on disk."""
+    engine = again(hbm="8MiB", cpu="8MiB")
+    chat = engine.chat("s", system=LONG_SYSTEM)
+    while not chat.truncated_tokens:
+        fork = chat.fork(f"fork-{chat.num_turns}") if chat.num_turns else None
+        talk(chat, 1)
+    settle(engine)
+    spliced = chat.window.chain[chat.window.lineage.splice_index :]
+    parts = engine.connector.parts
+    with parts.lock:
+        for block_id in reversed(spliced):
+            parts.cpu.forget(block_id)
+    engine.loop.call(engine.loop.pool.evict_all)
+    (out,) = talk(fork, 1)
+    assert quantised(out) == sum(cached(out)) > 0
+    settle(engine)
+    with parts.lock:
+        assert all(parts.store.stored.holds(quantised_id(one)) for one in spliced)
+
+
 def test_deleting_a_session_reaches_its_copies_and_what_was_computed_behind_them(again):
     talk(again().chat("s", system=SYSTEM), 3)
     engine = again()

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.blocks.ids import Lineage, SpliceRun, extend_chain
+from kvstore.blocks.ids import Lineage, SpliceRun, extend_chain, quantised_id
 from kvstore.engine.client.messages import Pin
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.window import NextTurn, OneTurn, Window, lineage_of
+from kvstore.engine.sessions.window import NextTurn, OneTurn, Window, lineage_of, spliced_blocks
 from kvstore.engine.turns import Claims
 from kvstore.errors import (
     EngineOverloadedError,
@@ -302,22 +302,33 @@ BEFORE = window(range(10))
 NEXT = NextTurn(list(range(13)), BEFORE.chain, ROOT, 0, [2, 10])
 
 
+def unneeded(one: OneTurn, is_stored: bool, is_deleted: bool):
+    return one.unneeded_blocks(is_stored, is_deleted, SIZE, one.before.lineage)
+
+
 def test_spliced_blocks_are_needed_while_the_session_is_built_on_them():
     chain = [b"h" * 32, b"s" * 32, b"t" * 32]
     one = turn(BEFORE, NextTurn(list(range(13)), chain, SPLICED, 2, [2]), handle(range(13), [90], SPLICED))
-    assert one.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage) == ()
-    assert (
-        one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=one.before.lineage) == chain[1:]
-    )
+    assert unneeded(one, is_stored=True, is_deleted=False) == ()
+    assert unneeded(one, is_stored=False, is_deleted=False) == chain[1:]
     given_up = replace(one, handle=handle(range(13), [90], ROOT))
-    assert (
-        given_up.unneeded_blocks(is_stored=True, is_deleted=False, block_size=SIZE, known=one.before.lineage)
-        == chain[1:]
-    )
+    assert unneeded(given_up, is_stored=True, is_deleted=False) == chain[1:]
     known = replace(one, before=replace(BEFORE, lineage=SPLICED))
-    assert known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=SPLICED) == []
+    assert unneeded(known, is_stored=False, is_deleted=False) == []
     cleared = known.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=ROOT)
     assert set(cleared) == {*chain[1:], *BEFORE.chain[1:]}, "of the window too, which clearing has made of another"
+
+
+def test_blocks_are_needed_while_the_session_is_built_on_copies_of_them():
+    copies = Lineage(ROOT.root, (SpliceRun(1, quantised_id(b"p" * 32), 2),), (b"h" * 32, b"s" * 32))
+    chain, run = [b"h" * 32, b"s" * 32, b"t" * 32], SpliceRun(1, b"p" * 32, 3)
+    exact = Lineage(ROOT.root, (run,))
+    assert spliced_blocks(chain, exact, copies) == spliced_blocks(chain, copies, exact) == ()
+    assert spliced_blocks(chain, exact, ROOT) == spliced_blocks(chain, copies, ROOT) == chain[1:]
+    assert spliced_blocks(chain, exact.spliced(SpliceRun(2, b"q" * 32, 3)), copies) == chain[2:]
+    begun = Lineage(ROOT.root, (SpliceRun(0, quantised_id(ROOT.root), 2),), (b"h" * 32, b"s" * 32))
+    assert spliced_blocks(chain, begun, ROOT) == (), "other sessions have these copies, too"
+    assert spliced_blocks(chain, begun.spliced(run), ROOT) == chain[1:]
 
 
 @pytest.mark.parametrize(("starts", "known", "own"), [
@@ -331,11 +342,11 @@ def test_a_deleted_session_takes_the_blocks_of_its_running_turn(starts, known, o
     before = replace(BEFORE, chain=chain_of(ids)[:known])
     one = turn(before, NextTurn(ids, before.chain, ROOT, 0, starts), handle(ids, []))
     one.handle.chain = chain_of(ids)
-    assert one.unneeded_blocks(is_stored=False, is_deleted=True, block_size=SIZE, known=ROOT) == chain_of(ids)[own:]
-    assert one.unneeded_blocks(is_stored=False, is_deleted=False, block_size=SIZE, known=one.before.lineage) == []
+    assert unneeded(one, is_stored=False, is_deleted=True) == chain_of(ids)[own:]
+    assert unneeded(one, is_stored=False, is_deleted=False) == []
 
 
 def test_blocks_are_a_turns_own_from_where_its_chain_parts():
     one = turn(replace(BEFORE, chain=chain_of(range(12))), NEXT, handle(range(13), []))
     one.handle.chain = [*chain_of(range(4)), b"x" * 32, b"y" * 32]
-    assert one.unneeded_blocks(False, True, SIZE, ROOT) == [b"x" * 32, b"y" * 32]
+    assert unneeded(one, is_stored=False, is_deleted=True) == [b"x" * 32, b"y" * 32]
