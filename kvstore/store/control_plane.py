@@ -394,8 +394,12 @@ class KVStore:
         if planned is None:
             return None
         conversation = self._conversation_of(old.chain)
+        run = planned.lineage.splices[-1]
+        is_new = not self.stored.keeps(planned.chain[run.first])
         if not self.splicer.start(planned.blocks, conversation):
             return None
+        if self.disk is not None and is_new and run.first:
+            self.disk.queue.before_splice[run.parent] = planned.chain[run.first - 1]
         if conversation is not None and planned.lineage.root == old.lineage.root:
             self.steering.move(conversation, planned.chain)
         elif conversation is not None:  # a span stays where it is, and has come back

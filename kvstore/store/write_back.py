@@ -43,7 +43,8 @@ GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
 
 class WriteQueue:
     """view: the bytes of an arena block. parents: those of the blocks here, kept until the blocks are written. bytes:
-    what the writer has, in bytes of the file. quantises: see `DiskContents`.
+    what the writer has, in bytes of the file. quantises: see `DiskContents`. before_splice: of a splice, by the parent
+    that its first block names, the block in front of it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class WriteQueue:
         self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
         self._num_submitted: Counter[BlockId] = Counter()
         self.bytes = TenantBytes()
+        self.before_splice: dict[BlockId, BlockId] = {}
         self._unsure: set[int] = set()  # those that may have gone to an environment that was set aside
 
     def file_bytes(self, arena_block: int) -> int:
@@ -116,6 +118,7 @@ class WriteQueue:
 
     def remove(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
+        self.before_splice.pop(record.parent_id, None)
         for parent_id in self._parents_of(record):
             self._parents.remove(parent_id)
 
@@ -343,7 +346,8 @@ class WriteBack:
         """
         if not self.contents.quantises or is_quantised(own.block_id):
             return own
-        if not is_quantised(own.parent_id) and self._will_have(own.parent_id):
+        before = self.queue.before_splice.get(own.parent_id, own.parent_id)
+        if not is_quantised(before) and self._will_have(before):
             return own
         return replace(own, block_id=quantised_id(own.block_id), parent_id=quantised_id(own.parent_id))
 

@@ -236,6 +236,17 @@ def test_a_truncated_session_has_copies_of_its_splice(again):
     assert cached(refused)[3] == 0
 
 
+def test_a_splice_behind_what_is_stored_exactly_stays_exact(again):
+    talk(again("raw").chat("s", system=LONG_SYSTEM), 2)
+    for name in ("s", "new"):  # the new one begins with the other's system prompt
+        chat = again().chat(name, system=LONG_SYSTEM)
+        fill_over(chat)
+        for _ in range(2):
+            (out,) = talk(again().chat(name), 1)
+            assert cached(out)[2] >= 48 and cached(out)[3] > 0 and quantised(out) == 0
+            assert sum(cached(out)) >= len(out.prompt_token_ids) - 48
+
+
 def test_a_turn_that_begins_with_copies_of_its_splice_keeps_them(again):
     """What a fork spliced in the same way has left memory, and has copies on disk."""
     engine = again(hbm="8MiB", cpu="8MiB")
