@@ -408,7 +408,8 @@ class OneTurn:
         output, lineage = self.handle.output, self.lineage
         said_ids = answer_ids(tokenizer, template, output.prompt_token_ids, output.choices[0])
         token_ids = [*output.prompt_token_ids, *said_ids]
-        chain = list(self.next.chain) if lineage == self.next.lineage else lineage.with_copies(lineage.sources)
+        known = self.next.chain if self.handle.lineage is None else self.handle.chain
+        chain = list(known[: len(output.prompt_token_ids) // block_size])
         extend_chain(chain, lineage.root, token_ids, block_size)
         messages = [*self.before.messages, *self.said, output.choices[0].message]
         return Window(

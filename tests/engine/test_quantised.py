@@ -32,6 +32,7 @@ from tests.support.engines import (
     settle,
     tokens,
 )
+from tests.support.redis_server import wait_for_answers
 
 MODEL = {"tokenizer": True}
 PROMPT = tokens(7, 100)
@@ -277,6 +278,22 @@ def test_deleting_a_session_reaches_its_copies_and_what_was_computed_behind_them
     settle(engine)
     engine.admin.delete_session("s")
     assert nothing_is_left(engine)
+
+
+def test_deleting_a_session_that_began_with_copies_of_another_root_leaves_nothing_in_redis(
+    model, store, redis, monkeypatch
+):
+    with open_engine(model, store, codec="int8", dtype="bfloat16") as engine:
+        talk(engine.chat("s", system=LONG_SYSTEM), 3)
+    wait_for_answers(monkeypatch)
+    tiers = CacheTiers("2MiB", "2MiB", "32MiB", store, "raw", remote=redis.url)  # the fleet has a secret of its own
+    with Engine(model, tiers, device="cpu", load="always", dtype="bfloat16") as engine:
+        talk(engine.chat("s"), 1)
+        settle(engine)
+        assert len(redis.names()) > 8
+        engine.admin.delete_session("s")
+        settle(engine)
+        assert not redis.names()
 
 
 def test_a_session_that_is_deleted_without_a_server_takes_its_copies_along(model, store):
