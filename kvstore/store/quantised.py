@@ -52,16 +52,23 @@ def with_copies(content: ChainContent, most: int, block_size: int, is_held: IsHe
         num_copies, reach = behind
     if reach <= num_held:
         return None
-    root, runs = content.lineage.root, [run for run in content.lineage.splices if run.first < num_copies]
+    pairs = zip(sources[:num_copies], _known(content), strict=False)
+    parts = next((index for index, (source, known) in enumerate(pairs) if source != known), num_copies)
+    root, runs = content.lineage.root, [run for run in content.lineage.splices if run.first < parts]
     *before, last = runs or [SpliceRun(0, root, num_copies)]
     runs = [*before, last._replace(end=num_copies)]
     splices = tuple(run._replace(parent=quantised_id(run.parent)) for run in runs)
     return Lineage(root, splices, tuple(sources[:num_copies]))
 
 
+def _known(content: ChainContent) -> list[BlockId]:
+    """The chain with the sources of its copies."""
+    return [*content.lineage.sources, *content.chain[len(content.lineage.sources) :]]
+
+
 def _sources(content: ChainContent, most: int, block_size: int, is_held: IsHeld) -> Iterator[BlockId]:
     """The blocks, from the first on, whose copies are held: those of the chain, or computed behind earlier copies."""
-    known = [*content.lineage.sources, *content.chain[len(content.lineage.sources) :]]
+    known = _known(content)
     source = known[0]
     for index in range(most):
         if index:

@@ -97,6 +97,19 @@ def test_a_splice_keeps_its_parent_as_a_copy():
     assert lineage.exact == Lineage(ROOT)
 
 
+def test_a_splice_that_was_computed_instead_behind_copies_is_none():
+    """Its head alone was left, as copies: the same tokens were computed behind these, and have copies by now."""
+    spliced = Lineage(ROOT, (SpliceRun(2, b"s" * 32, 5),))
+    chain = EXACT[:2] + [bytes([i]) * 32 for i in range(3)]
+    computed = chain_of(8, tuple(copies(EXACT[:2])))[2:]
+    lineage = found(chain, copies(EXACT[:2] + computed), spliced)
+    assert lineage == begun(5, [*EXACT[:2], *computed])
+    # It parts behind the splice's first block.
+    computed = chain_of(8, tuple(copies(chain[:3])))[3:]
+    lineage = found(chain, copies(chain[:3] + computed), spliced)
+    assert lineage == Lineage(ROOT, (SpliceRun(2, quantised_id(b"s" * 32), 5),), (*chain[:3], *computed[:2]))
+
+
 def test_a_copy_says_that_it_is_one_and_has_no_copy():
     ids = EXACT + copies(EXACT)
     assert len(set(ids)) == len(ids) and all(len(one) == 32 for one in ids)
