@@ -432,8 +432,11 @@ class KVStore:
             self.stored.claim_states(found, conversation)
 
     def _conversation_of(self, chain: Sequence[BlockId]) -> Conversation | None:
-        """The conversation of this chain; makes one if it has none and its end is stored."""
+        """The conversation of this chain, or of its copies; makes one if it has none and its end is stored."""
         found = self.steering.conversation_of(chain)
+        if found is None and chain and not self.stored.holds(chain[-1]) and self.stored.holds(quantised_id(chain[-1])):
+            chain = [quantised_id(one) for one in chain]
+            found = self.steering.conversation_of(chain)
         if found is None and chain and self.stored.holds(chain[-1]):
             found = self.steering.make(chain[-1])
             self.steering.adopt([(chain[-1], found)])

@@ -248,6 +248,20 @@ def test_a_splice_behind_what_is_stored_exactly_stays_exact(again):
             assert sum(cached(out)) >= len(out.prompt_token_ids) - 48
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_pin_keeps_the_copies_of_a_session_that_is_not_back_yet(again, is_pinned):
+    talk(again().chat("s", system=LONG_SYSTEM), 3)
+    engine = again(disk="1MiB", eviction="lru")
+    if is_pinned:
+        engine.admin.pin("s", 3600)
+    for seed in range(40, 100):
+        ask(engine, tokens(seed, 100))
+        settle(engine)
+    assert engine.connector.parts.store.stats.disk_evictions > 0
+    (out,) = talk(engine.chat("s"), 1)
+    assert (cached(out)[2] >= 112) == is_pinned
+
+
 def test_a_turn_that_begins_with_copies_of_its_splice_keeps_them(again):
     """What a fork spliced in the same way has left memory, and has copies on disk."""
     engine = again(hbm="8MiB", cpu="8MiB")
