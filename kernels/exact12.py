@@ -9,7 +9,6 @@ come first. C does it (`cpu/exact12.c`); without a compiler, numpy. Knows no blo
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +19,11 @@ Uint8 = npt.NDArray[np.uint8]
 PIECE, GROUP, CODES = 4096, 32, 16
 HEAD_BYTES, GROUP_BYTES, ESCAPE_BYTES = CODES + 2, GROUP // 2 + GROUP, 3
 _TYPES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-_NAMES = ("kvstore_exact12_encode", "kvstore_exact12_decode")
 
 
-@cache
 def compiled() -> tuple[Callable[..., int], Callable[..., int]] | None:
     """The two functions in C, or None."""
-    library = native.codec_library()
-    if library is None:
-        return None
-    functions = native.declared(library, dict.fromkeys(_NAMES, _TYPES))
-    return functions[_NAMES[0]], functions[_NAMES[1]]
+    return native.codec_functions("exact12", _TYPES)
 
 
 def encode(raw: Uint8) -> Uint8 | None:

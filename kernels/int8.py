@@ -9,7 +9,6 @@ to store it again loses nothing. C does it (`cpu/int8.c`); without a compiler, n
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,17 +20,11 @@ GROUP = 32
 LEAST, NOT_FINITE = 7, 255  # exponents: of what does not become 0, and of infinities and NaN
 UNIT = 133  # the exponent whose step is 1: that of 64, 127 + 6
 _TYPES = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-_NAMES = ("kvstore_int8_encode", "kvstore_int8_decode")
 
 
-@cache
 def compiled() -> tuple[Callable[..., int], Callable[..., int]] | None:
     """The two functions in C, or None."""
-    library = native.codec_library()
-    if library is None:
-        return None
-    functions = native.declared(library, dict.fromkeys(_NAMES, _TYPES))
-    return functions[_NAMES[0]], functions[_NAMES[1]]
+    return native.codec_functions("int8", _TYPES)
 
 
 def encode(raw: Uint8) -> Uint8 | None:

@@ -39,6 +39,18 @@ def codec_library() -> ctypes.CDLL | None:
     return _loaded("codec", CODEC_SOURCES, (), _FLAGS, "no compiled codec on this CPU, numpy")
 
 
+@cache
+def codec_functions(name: str, types: tuple[Any, ...]) -> tuple[Callable[..., int], Callable[..., int]] | None:
+    """What encodes in this codec, and what decodes; both take arguments of these types. None if nothing is compiled."""
+    library = codec_library()
+    if library is None:
+        return None
+    encode, decode = declared(
+        library, dict.fromkeys((f"kvstore_{name}_encode", f"kvstore_{name}_decode"), types)
+    ).values()
+    return encode, decode
+
+
 def _loaded(
     name: str, sources: Sequence[str], headers: Sequence[str], flags: Sequence[str], otherwise: str
 ) -> ctypes.CDLL | None:

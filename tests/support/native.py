@@ -6,7 +6,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvstore.kernels import exact12, int8
 from kvstore.kernels.cpu import native
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
@@ -27,5 +26,5 @@ def no_compiler() -> Iterator[None]:
 
 
 def _forget() -> None:
-    for found in (native.library, native.codec_library, exact12.compiled, int8.compiled):
+    for found in (native.library, native.codec_library, native.codec_functions):
         found.cache_clear()
