@@ -235,7 +235,7 @@ def thoughtful(num_turns):
 
 def thinking(messages, changed):
     """The messages that still have their thinking."""
-    return [index for index, message in enumerate(shown(messages, changed)) if "reasoning_content" in message]
+    return [index for index, message in enumerate(shown(messages, changed)) if message.get("reasoning_content")]
 
 
 @pytest.mark.parametrize(
