@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.kernels import exact12
 from kvstore.kernels.cpu import native
-from tests.support.native import needs_compiler, no_compiler
+from tests.support.native import needs_compiler
 
 Uint8 = exact12.Uint8
 EVERY = np.arange(65536, dtype="<u2")
@@ -39,18 +39,7 @@ def decoded(stored: Uint8, num_bytes: int, decode: Callable[[Uint8, Uint8], bool
     return out if decode(stored, out) else None
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "numpy":
-        with no_compiler():
-            yield
-    elif native.codec_library() is None:
-        pytest.skip("no compiler for C here")
-    else:
-        yield
-
-
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("codec_way")
 @pytest.mark.parametrize("raw", [every_pattern(), *map(normal, (4095, 4097, 10240))], ids=len)
 def test_every_bit_comes_back_and_it_is_smaller(raw: Uint8) -> None:
     stored = exact12.encode(raw)
@@ -59,7 +48,7 @@ def test_every_bit_comes_back_and_it_is_smaller(raw: Uint8) -> None:
     assert found is not None and np.array_equal(found, raw)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("codec_way")
 def test_what_does_not_get_smaller_is_none() -> None:
     assert exact12.encode(EVERY.view(np.uint8)) is None and exact12.encode(np.zeros(2, np.uint8)) is None
     assert exact12.encode(np.zeros(4097, np.uint8)) is None, "no whole elements"

@@ -1,7 +1,6 @@
 """bfloat16 in 8.25 bits: how much is lost, that storing it again loses nothing, that no bytes lead outside."""
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.kernels import int8
-from kvstore.kernels.cpu import native
 from tests.kernels.test_exact12 import Fenced
-from tests.support.native import needs_compiler, no_compiler
+from tests.support.native import needs_compiler
 
 Uint8 = int8.Uint8
 GROUPS = st.lists(st.integers(0, 65535).filter(lambda one: one >> 7 & 0xFF != 0xFF), min_size=32, max_size=96)
@@ -33,18 +31,7 @@ def decoded(stored: Uint8, num_bytes: int) -> Uint8 | None:
     return out if int8.decode(stored, out) else None
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "numpy":
-        with no_compiler():
-            yield
-    elif native.codec_library() is None:
-        pytest.skip("no compiler for C here")
-    else:
-        yield
-
-
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("codec_way")
 @pytest.mark.parametrize("num_groups", [1, 2, 31, 320])
 def test_what_is_lost_is_small_and_lost_once(num_groups: int) -> None:
     raw = normal(num_groups)
@@ -61,7 +48,7 @@ def test_what_is_lost_is_small_and_lost_once(num_groups: int) -> None:
     assert again is not None and np.array_equal(again, stored), "what came back lost more when it was stored again"
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("codec_way")
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0], ids=["inf", "-inf", "nan"])
 def test_what_is_not_finite_or_no_whole_groups_is_none(bits: int) -> None:
     raw = normal(4)
@@ -70,7 +57,7 @@ def test_what_is_not_finite_or_no_whole_groups_is_none(bits: int) -> None:
     assert int8.encode(normal(2)[:-2]) is None and int8.encode(normal(1)[:0]) is None
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("codec_way")
 def test_bytes_that_nobody_has_encoded_are_refused() -> None:
     raw = normal(3)
     stored = int8.encode(raw)
