@@ -1,10 +1,14 @@
 """Jobs between a host's memory and a store: whole, in part, refused, forgotten."""
 
+import threading
+
 import pytest
 
 from kvstore import BlockStore
+from kvstore.disk.tier import DiskTier
 from kvstore.hosts.jobs import HostBlock, HostJobs
-from tests.support.waiting import wait_until
+from tests.support.faults import before_each
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 SIZE = 4096
 
@@ -76,10 +80,12 @@ def test_more_than_the_store_takes_at_once_waits_for_its_turn(jobs):
 
 
 def test_what_is_given_up_while_it_waits_is_not_written(jobs):
-    keys = [b"k%d" % i for i in range(600)]
-    jobs.write(1, blocks(*keys))
-    other = jobs.write(2, blocks(b"other"))
-    jobs.give_up(lambda job, key: job is other or key == b"k599")
+    keys, go = [b"k%d" % i for i in range(600)], threading.Event()
+    with before_each(DiskTier, "write", lambda: go.wait(TIMEOUT_S)):  # else all may be written by then
+        jobs.write(1, blocks(*keys))
+        other = jobs.write(2, blocks(b"other"))
+        jobs.give_up(lambda job, key: job is other or key == b"k599")
+        go.set()
     assert [(job.job_id, job.ok) for job in done(jobs)] == [(2, [False]), (1, [True] * 599 + [False])]
     jobs.read(3, empty(b"k598", b"k599", b"other"))
     assert [job.ok for job in done(jobs)] == [[True, False, False]]

@@ -50,8 +50,10 @@ def test_lines_pasted_and_added_are_one_message_and_the_arrows_bring_it_back():
         terminal.type("!\r")
         terminal.hear("FIRST\r\nSECOND\r\nTHIRD!")
         terminal.hear("you>")
-        terminal.type("/he\t")
-        terminal.hear("/help")
+        terminal.type("/he")
+        terminal.hear("/he")
+        terminal.type("\t")
+        terminal.hear("lp")  # what is there already is not drawn again
         terminal.type("\r")
         terminal.hear("Alt-Enter begins another line")
         terminal.hear("you>")
