@@ -8,6 +8,15 @@ import pytest
 from kvstore.kernels.cpu import native
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    """One file stands for all, which take many seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "SOURCES", ("masks.c",))
+        patch.setattr(native, "HEADERS", ())
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -17,7 +26,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of kernels, which was made here."""
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
