@@ -7,12 +7,11 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 from kvstore.sessions import tables
 from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
-from kvstore.sessions.sharing import Alone, Sharing
-from kvstore.sessions.tables import Place, View
+from kvstore.sessions.sharing import Sharing
+from kvstore.sessions.tables import View
 
 ENTRY_BYTES = 200  # what a record takes beside its bytes
 
@@ -23,10 +22,10 @@ class _MemoryTable:
         self.keys: list[bytes] = []  # sorted
 
 
-class MemoryTables:
+class MemoryTables(View):
     """As `DiskTables`, one transaction at a time. Nothing fails in here, so nothing is rolled back."""
 
-    sharing: Sharing = Alone()
+    sharing = Sharing()
 
     def __init__(self, names: Sequence[str]) -> None:
         self._tables = {name: _MemoryTable() for name in names}
@@ -73,12 +72,6 @@ class MemoryTables:
         while 0 <= at < len(it.keys) and it.keys[at].startswith(prefix):
             yield it.keys[at], it.values[it.keys[at]]
             at += step
-
-    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
-        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
-
-    def expect(self, places: Sequence[Place]) -> None:
-        return
 
     def compact(self) -> None:
         """There is no file."""

@@ -1,6 +1,5 @@
-"""How servers share a store of sessions: which one may write to a session, and which have yet to carry out a deletion.
-
-`Alone` is for a store that belongs to one server.
+"""How servers share a store of sessions: which one may write to a session, and which have yet to carry out a
+deletion.
 """
 
 from __future__ import annotations
@@ -35,27 +34,30 @@ class Leasing(Protocol):
     def release(self, claim: Any) -> None: ...
 
 
-class Sharing(Protocol):
-    """Any thread may call it. A method with a view belongs to that view's transaction.
+class Sharing:
+    """The store is this server's own, unless a subclass says otherwise. Any thread may call it. A method with a view
+    belongs to that view's transaction.
 
     is_shared: there may be other servers. leases: None if no other server could write.
     """
 
-    is_shared: bool
-    leases: Leasing | None
+    is_shared = False
+    leases: Leasing | None = None
 
     def has_turn(self, view: Any, key: SessionKey) -> bool:
         """Whether any server is computing a turn of this session."""
-        ...
+        return False
 
     def end_turns_of(self, view: Any, key: SessionKey) -> None:
         """Called when the session is deleted: a turn that a server is computing for it will not be stored."""
 
     def pending(self, view: Any) -> list[Tombstone]:
         """Deletions that this server has yet to carry out."""
+        return tables.pending_deletions(view)
 
     def finish(self, view: Any, number: int) -> None:
         """Called when this server has carried out the deletion of this number."""
+        view.delete(tables.TOMBSTONES, tables.be64(number))
 
     def confirm(self, view: Any) -> None:
         """Let this transaction end only when all that was stored before is as safe as itself."""
@@ -64,51 +66,17 @@ class Sharing(Protocol):
         """Whether this server was away for so long that deletions were no longer kept for it; all its KV must go
         then.
         """
-        ...
+        return False
 
     def renew(self, view: Any) -> None:
         """Say that this server is running, so that deletions are kept for it."""
-
-    def checked(self, read: Read) -> Checked: ...
-
-    def accept_loss(self) -> bool:
-        """Give up the sessions that are missing; False if none are."""
-        ...
-
-    def stats(self) -> dict[str, int]: ...
-
-
-class Alone(Sharing):
-    """The store is this server's own."""
-
-    is_shared, leases = False, None
-
-    def has_turn(self, view: View, key: SessionKey) -> bool:
-        return False
-
-    def end_turns_of(self, view: View, key: SessionKey) -> None:
-        return
-
-    def pending(self, view: View) -> list[Tombstone]:
-        return tables.pending_deletions(view)
-
-    def finish(self, view: View, number: int) -> None:
-        view.delete(tables.TOMBSTONES, tables.be64(number))
-
-    def confirm(self, view: View) -> None:
-        return
-
-    def has_missed_deletions(self) -> bool:
-        return False
-
-    def renew(self, view: View) -> None:
-        return
 
     def checked(self, read: Read) -> Checked:
         found: Checked = read(check)
         return found
 
     def accept_loss(self) -> bool:
+        """Give up the sessions that are missing; False if none are."""
         return False
 
     def stats(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
 import lmdb
@@ -25,8 +25,8 @@ from kvstore.disk.env import LiveTables, LostFileError, StoreEnvironment, discar
 from kvstore.disk.format import FULL_BELOW_BYTES, WriteError, free_bytes, write_error
 from kvstore.errors import DegradedError, DiskFullError, KVStoreError, RemoteError, StoreError, StoreLostError
 from kvstore.forks import leave_to_parent
-from kvstore.sessions.sharing import Alone, Sharing
-from kvstore.sessions.tables import Place, StaleViewError, View
+from kvstore.sessions.sharing import Sharing
+from kvstore.sessions.tables import StaleViewError, View
 
 MAX_QUEUE = 2048  # tickets waiting for the next group
 MAX_RETRIES = 20  # of one group
@@ -56,7 +56,7 @@ class Storage(Protocol):
     def close(self) -> None: ...
 
 
-class DiskView:
+class DiskView(View):
     def __init__(self, txn: Any, handles: dict[str, Any]) -> None:
         self._txn, self._handles = txn, handles
 
@@ -91,12 +91,6 @@ class DiskView:
                 return
             yield key, value
 
-    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
-        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
-
-    def expect(self, places: Sequence[Place]) -> None:
-        return
-
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -113,7 +107,7 @@ class DiskTables:
     environment was closed; it must allow as many named databases. Raises whatever it raises.
     """
 
-    sharing: Sharing = Alone()
+    sharing = Sharing()
 
     def __init__(self, open_environment: Callable[[], StoreEnvironment], names: Sequence[str]) -> None:
         self._open_environment, self._names = open_environment, names

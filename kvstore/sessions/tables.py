@@ -78,9 +78,11 @@ class View(Protocol):
 
     def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
         """For each prefix, the first keys that start with it."""
+        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
 
     def expect(self, places: Sequence[Place]) -> None:
         """Say what `get` will ask for, so that remote tables can fetch it together."""
+        return
 
 
 def be64(number: int) -> bytes:

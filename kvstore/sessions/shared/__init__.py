@@ -4,9 +4,8 @@ Knows Redis by redis-py; no LMDB, no KV and no engine.
 
 - `address`: one Redis, one that Sentinel names, or a Cluster
 - `connection`: to the Redis that has the sessions, found again after it was lost
-- `fleet`: the servers that share, as one of them sees the others
+- `fleet`: the servers that share, as one of them sees the others, and which deletions each has still to carry through
 - `leases`: one writer a session across servers
-- `membership`: which servers share, and which deletions each has still to carry through
 - `names`: what the keys are called
 - `opening`: opens them, for a server or for a command
 - `server`: connections, what a Redis must be for sessions to be kept in it, and its outages

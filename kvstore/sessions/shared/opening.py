@@ -12,9 +12,8 @@ from kvstore.remote.names import fleet_secret
 from kvstore.sessions.shared.address import SessionAddress, parse_session_url
 from kvstore.sessions.shared.fleet import Fleet
 from kvstore.sessions.shared.leases import LEASE_S
-from kvstore.sessions.shared.membership import MemberIdentity
 from kvstore.sessions.shared.server import Durability, SessionServer, UnfitError
-from kvstore.sessions.shared.storage import SharedTables
+from kvstore.sessions.shared.storage import MemberIdentity, SharedTables
 from kvstore.sessions.store import SessionStore
 
 

@@ -10,25 +10,59 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TypeVar
 
+from kvstore.disk import check as disk_check
 from kvstore.disk.records import pack, seal
 from kvstore.errors import RemoteError, StoreError, StoreLostError
 from kvstore.sessions import tables
 from kvstore.sessions.shared.connection import Reply
-from kvstore.sessions.shared.membership import NAME_BYTES, MemberIdentity
 from kvstore.sessions.shared.server import Command, RefusedError, SessionServer, UnfitError
 from kvstore.sessions.shared.view import COMMIT, SharedView
-from kvstore.sessions.sharing import Alone, Sharing
+from kvstore.sessions.sharing import Sharing
 from kvstore.sessions.tables import COUNTERS, StaleViewError
 
 T = TypeVar("T")
+FILE_NAME = "shared-sessions.id"
+NAME_BYTES, MEMBER_BYTES = 16, 8
 FLEET, NAME = b"fleet", b"name"  # keys of COUNTERS
 GIVEN_UP = b"given up "  # and the name of sessions that were lost before these
 WAIT_MS = 2000  # for replicas of Redis
 MAX_TRIES = 20
 LOGGER = logging.getLogger("kvstore.store")
+
+
+@dataclass(slots=True)
+class MemberIdentity:
+    """What a server's own store remembers of the sessions that it shares: their name, and its own.
+
+    path: None without a store; the server is then a new member each time, as its KV does not outlive it. name: of the
+    sessions; None if it has shared none yet.
+    """
+
+    path: Path | None
+    name: bytes | None
+    member: str
+
+    @classmethod
+    def of(cls, store: Path | None) -> MemberIdentity:
+        path = None if store is None else store / FILE_NAME
+        try:
+            name, member = ("", "") if path is None else path.read_text().split()
+            if len(name) == 2 * NAME_BYTES and len(member) == 2 * MEMBER_BYTES:
+                return cls(path, bytes.fromhex(name), member)
+        except (FileNotFoundError, ValueError):
+            pass
+        return cls(path, None, secrets.token_hex(MEMBER_BYTES))
+
+    def keep(self, name: bytes) -> None:
+        """Raises OSError."""
+        self.name = name
+        if self.path is not None:
+            disk_check.write_durably(self.path, f"{name.hex()} {self.member}\n".encode())
 
 
 class SharedTables:
@@ -42,7 +76,7 @@ class SharedTables:
         self.server = server
         self.identity = identity
         self.num_conflicts = 0
-        self.sharing: Sharing = Alone()  # until the fleet is known
+        self.sharing = Sharing()  # until the fleet is known
         self.on_close: Callable[[], None] = lambda: None
         self._fleet = None if fleet_secret is None else hmac.digest(fleet_secret, b"kvstore shared sessions", "sha256")
         self._place = server.names.prefix + b"commit:" + secrets.token_hex(8).encode()

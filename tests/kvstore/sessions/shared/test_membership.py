@@ -5,8 +5,9 @@ import time
 import pytest
 
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.shared.membership import AWAY_S, MemberIdentity
+from kvstore.sessions.shared.fleet import AWAY_S
 from kvstore.sessions.shared.names import Names
+from kvstore.sessions.shared.storage import MemberIdentity
 from tests.children.session_child import TENANT, talk
 
 
