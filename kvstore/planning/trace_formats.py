@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from kvstore.errors import ConfigError
 from kvstore.planning.traces import (
@@ -28,9 +31,74 @@ from kvstore.planning.traces import (
 )
 
 FORMATS = ("mooncake", "sessions", "turns", "bailian")
-MOONCAKE_BLOCK_SIZE, BAILIAN_BLOCK_SIZE = 512, 16
 CHARACTERS_PER_TOKEN = 4  # of texts whose tokens are not counted: the usual rule of thumb for English
 ANSWERING_ROLES = {"a", "gpt", "assistant", "chatgpt", "bard", "bing", "model"}  # all others ask
+T = TypeVar("T")
+_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_SomeTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+_Name = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+# -- what lines are --------------------------------------------------------------------------------------------------
+class _TraceLine(msgspec.Struct, kw_only=True):
+    """A request. calls_tool: whether its answer ended in a call of a tool; a trace need not say."""
+
+    timestamp: Annotated[float, Meta(gt=-1e18, lt=1e18)]
+    output_length: _Tokens
+    calls_tool: bool = False
+
+
+class _Mooncake(_TraceLine, kw_only=True):
+    """timestamp: in ms. hash_ids: the names of the prompt's blocks."""
+
+    input_length: _SomeTokens
+    hash_ids: list[_Name]
+
+
+class _Bailian(_Mooncake, kw_only=True):
+    """timestamp: in seconds. It has parent_chat_id, type and turn, too."""
+
+    chat_id: Any
+
+
+class _SessionLine(_TraceLine, kw_only=True):
+    """timestamp: in seconds. One of the lengths is given: of the whole prompt with the history, or of the new message
+    alone.
+    """
+
+    session: str | int
+    input_length: _SomeTokens | None = None
+    new_tokens: _SomeTokens | None = None
+
+
+class _CountedMessage(msgspec.Struct, array_like=True):
+    role: str
+    characters: Any
+    words: Any
+    tokens: _Tokens
+
+
+class _TextMessage(msgspec.Struct, rename={"role": "from"}):
+    role: str
+    value: str
+
+    @property
+    def tokens(self) -> int:
+        return -(-len(self.value) // CHARACTERS_PER_TOKEN)
+
+
+class _Talk(msgspec.Struct):
+    turns: list[_CountedMessage] | None = None
+    conversations: list[_TextMessage] | None = None
+
+
+_session_lines, _talks = msgspec.json.Decoder(_SessionLine), msgspec.json.Decoder(_Talk)
+_arrays: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
+# Of traces that name their blocks: what reads a line, seconds of a unit of time, and the tokens of a block.
+_NAMED: dict[str, tuple[msgspec.json.Decoder[Any], float, int]] = {
+    "mooncake": (msgspec.json.Decoder(_Mooncake), 0.001, 512),
+    "bailian": (msgspec.json.Decoder(_Bailian), 1.0, 16),
+}
 
 
 def read_trace(
@@ -46,12 +114,10 @@ def read_trace(
         raise ConfigError(f"unknown trace format {trace_format!r}; known are {', '.join(FORMATS)}")
     if block_size is not None and block_size < 1:
         raise ConfigError(f"a block of {block_size} tokens cannot be; give 1 or more")
-    if trace_format == "mooncake":
-        trace = _read_named(path, block_size or MOONCAKE_BLOCK_SIZE, _mooncake_fields)
-    elif trace_format == "bailian":
-        trace = _read_named(path, block_size or BAILIAN_BLOCK_SIZE, _bailian_fields)
+    if trace_format in _NAMED:
+        trace = _read_named(path, block_size, *_NAMED[trace_format])
     elif trace_format == "sessions":
-        trace = _read_sessions(path, block_size or DEFAULT_BLOCK_SIZE)
+        trace = _sessions_trace(path.name, block_size or DEFAULT_BLOCK_SIZE, _lines(path))
     else:
         trace = _read_turns(path, block_size or DEFAULT_BLOCK_SIZE, arrivals, max_context)
     if not trace.requests:
@@ -59,106 +125,28 @@ def read_trace(
     return trace
 
 
-# -- lines and fields ------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class TraceRecord:
-    """A JSON object and its place in a file."""
-
-    fields: dict[str, Any]
-    place: str  # "trace.jsonl, line 3"
-
-    def wrong(self, text: str) -> ConfigError:
-        return ConfigError(f"{self.place}: {text}")
-
-    def get(self, name: str) -> Any:
-        if name not in self.fields:
-            raise self.wrong(f"the field {name!r} is missing; there are {_shown(list(self.fields))}")
-        return self.fields[name]
-
-    def tokens(self, name: str, least: int = 0) -> int:
-        value = self.get(name)
-        if not _is_int(value) or not least <= value <= MAX_TOKENS:
-            raise self.wrong(f"{name!r} is {_shown(value)}; expected is a whole number of tokens from {least} on")
-        return int(value)
-
-    @property
-    def calls_tool(self) -> bool:
-        """Whether the answer ended in a call of a tool; a trace need not say."""
-        value = self.fields.get("calls_tool", False)
-        if not isinstance(value, bool):
-            raise self.wrong(f"'calls_tool' is {_shown(value)}; expected is true or false")
-        return value
-
-    def seconds(self, name: str, unit_s: float = 1.0) -> float:
-        value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e18:
-            raise self.wrong(f"{name!r} is {_shown(value)}; expected is a time as a number")
-        return value * unit_s
-
-    def names(self, name: str) -> array[int]:
-        values = self.get(name)
-        try:
-            if not isinstance(values, list) or any(value is True or value is False for value in values):
-                raise TypeError
-            return array("q", values)
-        except (TypeError, OverflowError):
-            text = "expected is a list of whole numbers of 64 bits, the names of the prompt's blocks"
-            raise self.wrong(f"{name!r} is {_shown(values)}; {text}") from None
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _parsed(text: str, place: str) -> Any:
+def _decoded(decoder: msgspec.json.Decoder[T], text: str | bytes | msgspec.Raw, place: str) -> T:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON ({error.msg} at column {error.colno}): {_shown(text.strip())}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON that can be read: {error}") from None
+        return decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not empty, with their numbers from 1."""
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a file that are not empty, each after its place, such as "trace.jsonl, line 3"."""
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
-                    yield number, line
+                    yield f"{path.name}, line {number}", line
     except UnicodeDecodeError:
         raise ConfigError(f"{path.name}, after line {number}: not text in UTF-8; is this a trace file?") from None
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror or error}") from None
 
 
-def _records(path: Path) -> Iterator[TraceRecord]:
-    for number, line in _lines(path):
-        place = f"{path.name}, line {number}"
-        fields = _parsed(line, place)
-        if not isinstance(fields, dict):
-            raise ConfigError(f"{place}: expected is a JSON object a line, not {_shown(fields)}")
-        yield TraceRecord(fields, place)
-
-
 # -- traces that name their blocks -----------------------------------------------------------------------------------
-def _mooncake_fields(record: TraceRecord) -> tuple[float, array[int]]:
-    """timestamp (ms), input_length, output_length, hash_ids."""
-    return record.seconds("timestamp", 0.001), _joined(record.names("hash_ids"))
-
-
-def _bailian_fields(record: TraceRecord) -> tuple[float, array[int]]:
-    """chat_id, parent_chat_id, timestamp (s), input_length, output_length, type, turn, hash_ids."""
-    record.get("chat_id")
-    return record.seconds("timestamp"), _joined(record.names("hash_ids"))
-
-
 def _joined(names: Sequence[int]) -> array[int]:
     """Names that stand for all before a block, too. Whether those of a file do already need not be asked: joined with
     the ones before them they are as many and as equal. By Python's hash of numbers, which is the same in every process
@@ -171,25 +159,29 @@ def _joined(names: Sequence[int]) -> array[int]:
     return joined
 
 
-def _read_named(path: Path, block_size: int, fields: Callable[[TraceRecord], tuple[float, array[int]]]) -> Trace:
+def _read_named(
+    path: Path, block_size: int | None, decoder: msgspec.json.Decoder[_Mooncake], unit_s: float, usual_size: int
+) -> Trace:
     requests: list[TraceRequest] = []
-    num_surplus = 0
-    for record in _records(path):
-        arrival_s, names = fields(record)
-        num_tokens = record.tokens("input_length", least=1)
-        num_full, num_rest = divmod(num_tokens, block_size)
+    num_surplus, size = 0, block_size or usual_size
+    for place, text in _lines(path):
+        line = _decoded(decoder, text, place)
+        names, num_tokens = _joined(line.hash_ids), line.input_length
+        num_full, num_rest = divmod(num_tokens, size)
         num_blocks = num_full + (num_rest > 0)
         if len(names) > num_blocks + 1:
-            text = f"{len(names)} hash_ids, but {num_tokens:,} tokens are {num_blocks} blocks of {block_size} tokens"
-            raise record.wrong(f"{text}; is this the right format and block size?")
+            found = f"{len(names)} hash_ids, but {num_tokens:,} tokens are {num_blocks} blocks of {size} tokens"
+            raise ConfigError(f"{place}: {found}; is this the right format and block size?")
         num_surplus += len(names) > num_blocks
         partial = names[num_full] if num_rest and len(names) >= num_blocks else None
-        num_output = record.tokens("output_length")
+        arrival_s = line.timestamp * unit_s
         requests.append(
-            TraceRequest(names[:num_full], num_tokens, num_output, arrival_s, -1, partial, False, record.calls_tool)
+            TraceRequest(
+                names[:num_full], num_tokens, line.output_length, arrival_s, -1, partial, False, line.calls_tool
+            )
         )
     notes = (f"{num_surplus:,} requests name one block more than their prompt holds; it is ignored",)
-    return Trace(path.name, block_size, _in_order(requests), notes if num_surplus else ())
+    return Trace(path.name, size, _in_order(requests), notes if num_surplus else ())
 
 
 def _in_order(requests: list[TraceRequest]) -> list[TraceRequest]:
@@ -199,64 +191,39 @@ def _in_order(requests: list[TraceRequest]) -> list[TraceRequest]:
 # -- sessions by their lengths ---------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Session:
-    chain_number: int
+    chain_number: int = 0  # none yet
     num_tokens: int = 0  # prompt and answer of the last turn
     last_s: float = -math.inf
 
 
-@dataclass(slots=True)
-class _Sessions:
-    known: dict[str, _Session] = field(default_factory=dict)
-    num_chains: int = 0
-
-    def new_chain(self) -> int:
-        self.num_chains += 1
-        return self.num_chains
-
-
-def _read_sessions(path: Path, block_size: int) -> Trace:
-    """A turn a line: session (text or number), timestamp (s), output_length, and one of input_length and new_tokens.
-
-    input_length is the whole prompt with the history, new_tokens the new message only. A session's turns stand in
-    order of time; sessions may be mixed. A prompt at least as long as the last prompt with its answer continues them;
-    a shorter one was cut or rewritten, and nothing of it is taken to be known. calls_tool, here and in the formats that
-    name blocks: whether the answer ended in a call of a tool; where it is missing, no.
-    """
-    return _sessions_trace(path.name, block_size, _records(path))
-
-
 def read_session_lines(lines: Iterable[str], name: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Trace:
     """A trace of the format `sessions` from its lines, as the store's own history gives them."""
-    numbered = ((f"{name}, line {number}", line) for number, line in enumerate(lines, 1))
-    return _sessions_trace(name, block_size, (TraceRecord(_parsed(line, place), place) for place, line in numbered))
+    return _sessions_trace(name, block_size, ((f"{name}, line {number}", line) for number, line in enumerate(lines, 1)))
 
 
-def _sessions_trace(name: str, block_size: int, records: Iterable[TraceRecord]) -> Trace:
-    sessions = _Sessions()
-    return Trace(name, block_size, _in_order([_turn(r, sessions, block_size) for r in records]))
-
-
-def _turn(record: TraceRecord, sessions: _Sessions, block_size: int) -> TraceRequest:
-    name, arrival_s = record.get("session"), record.seconds("timestamp")
-    if not isinstance(name, str) and not _is_int(name):
-        raise record.wrong(f"'session' is {_shown(name)}; expected is a text or a whole number")
-    session = sessions.known.get(_shown(name))
-    if session is None:
-        session = sessions.known[_shown(name)] = _Session(sessions.new_chain())
-    if arrival_s < session.last_s:
-        raise record.wrong(f"the session {_shown(name)} goes back in time, from {session.last_s} to {arrival_s} s")
-    if ("input_length" in record.fields) == ("new_tokens" in record.fields):
-        raise record.wrong("expected is either 'input_length' (the whole prompt) or 'new_tokens' (the new message)")
-    if "new_tokens" in record.fields:
-        num_tokens = session.num_tokens + record.tokens("new_tokens", least=1)
-    else:
-        num_tokens = record.tokens("input_length", least=1)
-    if num_tokens < session.num_tokens:
-        session.chain_number = sessions.new_chain()
-    num_output = record.tokens("output_length")
-    session.num_tokens, session.last_s = num_tokens + num_output, arrival_s
-    chain = chain_names(session.chain_number, session.num_tokens // block_size)
-    return TraceRequest(chain, num_tokens, num_output, arrival_s, -1, None, True, record.calls_tool)
+def _sessions_trace(name: str, block_size: int, lines: Iterable[tuple[str, str]]) -> Trace:
+    """A session's turns stand in order of time; sessions may be mixed. A prompt at least as long as the last prompt
+    with its answer continues them; a shorter one was cut or rewritten, and nothing of it is taken to be known.
+    """
+    sessions, numbers = dict[str | int, _Session](), count(1)
+    requests: list[TraceRequest] = []
+    for place, text in lines:
+        line = _decoded(_session_lines, text, place)
+        session = sessions.setdefault(line.session, _Session())
+        if line.timestamp < session.last_s:
+            gone = f"goes back in time, from {session.last_s} to {line.timestamp} s"
+            raise ConfigError(f"{place}: the session {line.session!r} {gone}")
+        if (line.input_length is None) == (line.new_tokens is None):
+            raise ConfigError(f"{place}: expected is either 'input_length' (the whole prompt) or 'new_tokens'")
+        num_tokens = line.input_length or session.num_tokens + (line.new_tokens or 0)
+        if num_tokens < session.num_tokens or not session.chain_number:
+            session.chain_number = next(numbers)
+        session.num_tokens, session.last_s = num_tokens + line.output_length, line.timestamp
+        chain = chain_names(session.chain_number, session.num_tokens // block_size)
+        requests.append(
+            TraceRequest(chain, num_tokens, line.output_length, line.timestamp, -1, None, True, line.calls_tool)
+        )
+    return Trace(name, block_size, _in_order(requests))
 
 
 # -- conversations without times -------------------------------------------------------------------------------------
@@ -267,7 +234,7 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
     Messages up to an answer are its prompt; answers before the first message are history that stands in the first
     prompt; an answer after an answer joins it; a last message without an answer asks for nothing and is left out.
     """
-    conversations = [pair for record in _conversations(path) if (pair := _turns_of(record))[1]]
+    conversations = [pair for place, text in _talk_texts(path) if (pair := _turns_of(place, text))[1]]
     if not conversations:
         raise ConfigError(f"{path} holds no conversation with a message and an answer")
     rng = random.Random(arrivals.seed)
@@ -284,36 +251,32 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
     return Trace(path.name, block_size, collected.requests())
 
 
-def _conversations(path: Path) -> Iterator[TraceRecord]:
-    first = next(iter(_lines(path)), (1, ""))[1]
+def _talk_texts(path: Path) -> Iterator[tuple[str, str | msgspec.Raw]]:
+    """Each conversation after its place."""
+    first = next(iter(_lines(path)), ("", ""))[1]
     if not first.lstrip().startswith("["):
-        yield from _records(path)
+        yield from _lines(path)
         return
-    whole = _whole(path)
-    for number, fields in enumerate(whole, 1):
-        place = f"{path.name}, conversation {number}"
-        if not isinstance(fields, dict):
-            raise ConfigError(f"{place}: expected is a JSON object, not {_shown(fields)}")
-        yield TraceRecord(fields, place)
-
-
-def _whole(path: Path) -> list[Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path.name}, line {error.lineno}: not JSON ({error.msg})") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path.name}: not JSON that can be read: {error}") from None
-    assert isinstance(found, list)  # it begins with a bracket
-    return found
+        text = path.read_text(encoding="utf-8-sig")
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path.name}: not text that can be read: {error}") from None
+    conversations = _decoded(_arrays, text, path.name)
+    for number, one in enumerate(conversations, 1):
+        yield f"{path.name}, conversation {number}", one
 
 
-def _turns_of(record: TraceRecord) -> tuple[int, list[tuple[int, int]]]:
+def _turns_of(place: str, text: str | msgspec.Raw) -> tuple[int, list[tuple[int, int]]]:
     """The tokens before the first message, and those of each message with its answer."""
+    talk = _decoded(_talks, text, place)
+    messages: Sequence[_CountedMessage | _TextMessage] | None = talk.conversations if talk.turns is None else talk.turns
+    if messages is None:
+        raise ConfigError(f"{place}: expected is 'turns' or 'conversations'")
     history, waiting = 0, 0
     pairs: list[tuple[int, int]] = []
-    for answers, num_tokens in _messages(record):
-        if not answers:
+    for message in messages:
+        num_tokens = max(message.tokens, 1)
+        if message.role not in ANSWERING_ROLES:
             waiting += num_tokens
         elif waiting:
             pairs.append((waiting, num_tokens))
@@ -323,22 +286,3 @@ def _turns_of(record: TraceRecord) -> tuple[int, list[tuple[int, int]]]:
         else:
             history += num_tokens
     return history, pairs
-
-
-def _messages(record: TraceRecord) -> Iterator[tuple[bool, int]]:
-    """Whether a message is an answer, and its tokens."""
-    if "turns" not in record.fields and "conversations" not in record.fields:
-        raise record.wrong(f"expected is 'turns' or 'conversations'; there are {_shown(list(record.fields))}")
-    name = "turns" if "turns" in record.fields else "conversations"
-    messages = record.get(name)
-    if not isinstance(messages, list):
-        raise record.wrong(f"{name!r} is {_shown(messages)}; expected is a list of messages")
-    for message in messages:
-        match message:
-            case [str(role), _, _, int(tokens)] if name == "turns" and 0 <= tokens <= MAX_TOKENS:
-                yield role in ANSWERING_ROLES, max(tokens, 1)
-            case {"from": str(role), "value": str(text)} if name == "conversations":
-                yield role in ANSWERING_ROLES, max(-(-len(text) // CHARACTERS_PER_TOKEN), 1)
-            case _:
-                form = "[role, characters, words, tokens]" if name == "turns" else '{"from": role, "value": text}'
-                raise record.wrong(f"a message is {_shown(message)}; expected is {form}")

@@ -108,7 +108,7 @@ def test_tiers_are_replayed_with_what_the_flags_say(bench, trace, tmp_path):
         (("--warm-up", "10", "--policies", "lru,auto"), "--warm-up has no effect on return and auto in one tier"),
         (("--json", "nowhere/at/all.json"), "there is no directory nowhere/at"),
         (("--trace", "absent.jsonl"), "the trace absent.jsonl cannot be read"),
-        (("--format", "bailian"), "small.jsonl, line 1: the field 'chat_id' is missing"),
+        (("--format", "bailian"), "small.jsonl, line 1: Object missing required field `chat_id`"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_code_2(bench, trace, flags, message):
