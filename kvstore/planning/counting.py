@@ -11,21 +11,6 @@ from kvstore.planning.jobs import Job
 from kvstore.planning.replay_config import TIERS, ReplayConfig, ReplayResult
 
 
-class QueueLength:
-    """The number of waiting requests over time. area: requests x seconds."""
-
-    def __init__(self) -> None:
-        self.area = self._since_s = 0.0
-
-    def begin(self, now_s: float) -> None:
-        self.area, self._since_s = 0.0, now_s
-
-    def count(self, num_waiting: int, now_s: float) -> None:
-        """Called before the number changes."""
-        self.area += num_waiting * (now_s - self._since_s)
-        self._since_s = now_s
-
-
 class Counting:
     """The counts of one replay. moved: returns how many blocks were moved and evicted so far, by kind."""
 
@@ -34,18 +19,12 @@ class Counting:
         self._num_refused = self._num_prompt_tokens = self._num_blocks = self._num_hit_blocks = 0
         self._hits = Counter[str](), Counter[str]()  # tokens by tier: at arrival, and at schedule
         self._ttft_s = array("d")
-        self._queue = QueueLength()
         self._times_s: tuple[float, float] | None = None  # when the counting began, and when the last request ended
         self._before = Counter[str]()  # what was moved until it began
 
     def begin(self, now_s: float) -> None:
-        self._queue.begin(now_s)
         self._times_s = (now_s, now_s)
         self._before = self._moved()
-
-    def count_queue(self, num_waiting: int, now_s: float) -> None:
-        """Called before the number of waiting requests changes."""
-        self._queue.count(num_waiting, now_s)
 
     def count_refused(self, number: int) -> None:
         self._num_refused += number >= self._config.warm_up
@@ -74,7 +53,6 @@ class Counting:
         moved = self._moved()
         moved.subtract(self._before)
         ttft_s = sorted(self._ttft_s)
-        duration_s = self._times_s[1] - self._times_s[0]
         at_arrival, at_schedule = ({tier: hits[tier] for tier in TIERS} for hits in self._hits)
         return ReplayResult(
             num_requests=len(ttft_s), num_refused=self._num_refused, num_prompt_tokens=self._num_prompt_tokens,
@@ -84,5 +62,5 @@ class Counting:
             num_evicted={tier: moved[tier] for tier in TIERS}, num_dropped_saves=moved["unsaved"],
             num_dropped_writes=moved["unwritten"], ttft_mean_s=math.fsum(ttft_s) / len(ttft_s) if ttft_s else 0.0,
             ttft_p90_s=ttft_s[-(-9 * len(ttft_s) // 10) - 1] if ttft_s else 0.0,
-            mean_queue=self._queue.area / duration_s if duration_s else 0.0, duration_s=duration_s,
+            duration_s=self._times_s[1] - self._times_s[0],
         )  # fmt: skip

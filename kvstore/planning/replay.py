@@ -15,7 +15,6 @@ from kvstore.planning.counting import Counting
 from kvstore.planning.jobs import Job
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult
 from kvstore.planning.server_blocks import MakeSteering, ServerBlocks
-from kvstore.planning.timeline import Timeline
 from kvstore.planning.traces import Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.planning.waiting import WaitingLine
@@ -23,6 +22,7 @@ from kvstore.store.seam import Lookup
 from kvstore.tiers.port import Rank
 
 ROUND_S = 0.25  # between two looks at a store that waits for room
+PROGRESS_EVERY = 256  # requests
 
 
 def replay(
@@ -31,7 +31,7 @@ def replay(
 ) -> ReplayResult:  # fmt: skip
     """Serve the trace. progress: called now and then with the number of requests that have ended.
 
-    steering: used instead of the policy's own.
+    steering: used instead of the policy's own. Raises ConfigError for an impossible trace.
     """
     return Replay(trace, config, progress, steering).run()
 
@@ -48,9 +48,11 @@ class Replay:
     ) -> None:  # fmt: skip
         if config.warm_up >= len(trace.requests):
             raise ConfigError(f"a warm-up of {config.warm_up} leaves none of {len(trace.requests)} requests; give less")
-        self._trace, self._config = trace, config
+        self._trace, self._config, self._progress = trace, config, progress
         self._clock = clock = VirtualClock()
-        self._line = Timeline(trace, clock, self._arrive, progress)
+        self._followers = _followers(trace)
+        self._num_arrived = self._num_ended = 0
+        self._next_open = 0  # the next request whose arrival is known
         longest = max(map(self._total_blocks, trace.requests))
         self.blocks = ServerBlocks(config, trace.block_size, longest, clock, steering, self._on_progress)
         self._counting = Counting(config, trace.block_size, self.blocks.moved)
@@ -60,15 +62,30 @@ class Replay:
         self._has_round = False
 
     def run(self) -> ReplayResult:
-        self._line.run()
+        self._plan_next()
+        self._clock.run()
+        assert self._num_ended == len(self._trace.requests), "requests were left over"
         return self._counting.result()
 
     def _total_blocks(self, request: TraceRequest) -> int:
         return -(-(request.num_tokens + request.num_output_tokens) // self._trace.block_size)
 
-    # -- the queue ---------------------------------------------------------------------------------------------------
-    def _arrive(self, index: int, number: int) -> None:
-        """Request `index` of the trace is the `number`th to arrive."""
+    # -- arrivals ----------------------------------------------------------------------------------------------------
+    def _plan_next(self) -> None:
+        requests = self._trace.requests
+        while self._next_open < len(requests) and requests[self._next_open].after >= 0:
+            self._next_open += 1
+        if self._next_open < len(requests):
+            self._clock.at(requests[self._next_open].arrival_s, self._come_open, self._next_open)
+            self._next_open += 1
+
+    def _come_open(self, index: int) -> None:
+        self._plan_next()
+        self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        number = self._num_arrived
+        self._num_arrived += 1
         if number == self._config.warm_up:
             self._counting.begin(self._clock.now_s)
         request = self._trace.requests[index]
@@ -77,10 +94,10 @@ class Replay:
             self._ended(index)
             return
         job = self.blocks.job(index, number, request)
-        self._counting.count_queue(len(self._waiting), self._clock.now_s)
         self._waiting.add(job)
         self._schedule()
 
+    # -- the queue ---------------------------------------------------------------------------------------------------
     def _on_progress(self, rank: Rank | None) -> None:
         """Reads of this rank, or writes, have ended."""
         self._poll()
@@ -135,7 +152,6 @@ class Replay:
         if num_new > blocks.pool.num_free - sum(map(blocks.pool.is_free, hits)):
             return False
         num_loads = found.num_tokens // blocks.block_size
-        self._counting.count_queue(len(self._waiting), self._clock.now_s)
         self._waiting.remove(job)
         self._num_running += 1
         blocks.allocate(job, hits, num_new, num_loads)
@@ -185,10 +201,26 @@ class Replay:
         self._schedule()
 
     def _ended(self, index: int) -> None:
-        self._counting.count_end(self._clock.now_s)
-        self._line.ended(index)
+        now_s = self._clock.now_s
+        self._counting.count_end(now_s)
+        for follower in self._followers.pop(index, ()):
+            self._clock.at(now_s + self._trace.requests[follower].arrival_s, self._arrive, follower)
+        self._num_ended += 1
+        if self._progress is not None and self._num_ended % PROGRESS_EVERY == 0:
+            self._progress(self._num_ended)
 
     def check_integrity(self) -> None:
         """Assert, after the run, that nobody holds anything and that all counts agree."""
         assert not self._waiting and not self._num_running, "requests were left over"
         self.blocks.check_integrity()
+
+
+def _followers(trace: Trace) -> dict[int, list[int]]:
+    """For each request those that come some time after its end. Raises ConfigError for an impossible trace."""
+    found: dict[int, list[int]] = {}
+    for index, request in enumerate(trace.requests):
+        if request.after >= index:
+            raise ConfigError(f"request {index} of the trace follows {request.after}, which is not before it")
+        if request.after >= 0:
+            found.setdefault(request.after, []).append(index)
+    return found

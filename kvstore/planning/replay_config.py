@@ -79,8 +79,8 @@ class ReplayResult:
     tokens hit, by the tier that held them when the request arrived; hits_at_schedule: when it was first looked at with
     a place in the batch free, where "disk" still had to be waited for. bytes_moved: save, load, write, read.
     num_evicted: blocks by tier. num_dropped_saves: blocks for which the CPU tier had no room, and what builds on them;
-    num_dropped_writes: for which the disk had none. mean_queue: requests that wait, averaged over duration_s, from the
-    first arrival that counts to the end of the last request.
+    num_dropped_writes: for which the disk had none. duration_s: from the first arrival that counts to the end of the
+    last request.
     """
 
     num_requests: int
@@ -97,7 +97,6 @@ class ReplayResult:
     num_dropped_writes: int
     ttft_mean_s: float
     ttft_p90_s: float
-    mean_queue: float
     duration_s: float
 
     @property

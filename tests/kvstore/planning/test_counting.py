@@ -1,4 +1,4 @@
-"""What a replay counts: queue lengths over time, hits by tier, blocks moved; and nothing of the warm-up."""
+"""What a replay counts: hits by tier, blocks moved; and nothing of the warm-up."""
 
 from collections import Counter
 
@@ -50,14 +50,12 @@ def test_what_was_lost_since_the_arrival_is_no_hit():
 def test_the_warm_up_leaves_no_count():
     moved = Counter(save=5, load=4, write=3, read=2, cpu=6, unsaved=7, unwritten=8)
     one = counting(2, moved)
-    one.count_queue(100, 3.0)
     one.count_end(4.0)
     one.count_start(job(1, ["hbm"], ["hbm"], 1, 20), 1, 99.0)
     one.count_refused(1)
     one.begin(10.0)
     moved += Counter(save=10, load=20, write=30, read=40, hbm=1, cpu=2, disk=3, unsaved=4, unwritten=5)
     one.count_refused(2)
-    one.count_queue(1, 15.0)
     one.count_start(job(2, [], [], 0, 20), 0, 2.0)
     one.count_end(30.0)
     result = one.result()
@@ -65,7 +63,7 @@ def test_the_warm_up_leaves_no_count():
     assert result.bytes_moved == {"save": 70, "load": 140, "write": 210, "read": 280}
     assert result.num_evicted == {"hbm": 1, "cpu": 2, "disk": 3}
     assert (result.num_dropped_saves, result.num_dropped_writes) == (4, 5)
-    assert (result.duration_s, result.mean_queue, result.ttft_mean_s) == (20.0, 5 / 20, 2.0)
+    assert (result.duration_s, result.ttft_mean_s) == (20.0, 2.0)
 
 
 @pytest.mark.parametrize(("num_requests", "p90_s"), [(1, 1.0), (2, 2.0), (9, 9.0), (10, 9.0), (11, 10.0), (20, 18.0)])
@@ -84,4 +82,4 @@ def test_nothing_counted_is_no_error_but_no_beginning_is():
         one.result()
     one.begin(5.0)
     result = one.result()
-    assert (result.ttft_mean_s, result.ttft_p90_s, result.mean_queue, result.duration_s) == (0.0, 0.0, 0.0, 0.0)
+    assert (result.ttft_mean_s, result.ttft_p90_s, result.duration_s) == (0.0, 0.0, 0.0)
