@@ -27,6 +27,7 @@ from kvstore.disk.check import SOCKET_NAME
 from kvstore.disk.directory import read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, StoreError, StoreLockedError
 from kvstore.forks import leave_to_parent
+from kvstore.remote.unix_server import CLOSE_S, UnixServer
 
 if TYPE_CHECKING:
     from kvstore.disk.directory import StoreDirectory
@@ -38,7 +39,6 @@ MAX_CONNECTIONS = 8
 REQUEST_S = 5.0  # for a whole request to arrive, and for the reader to accept a part of the answer
 PULSE_S = 1.0  # between two signs of life while a command runs
 _LONGEST_PATH = 107  # bytes of sun_path, less its end
-_CLOSE_S = 1.0
 
 Handler = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 OnProgress = Callable[[float | None], None]
@@ -63,45 +63,25 @@ class ControlServer:
     def __init__(
         self, directory: StoreDirectory, handler: Handler, request_s: float = REQUEST_S, pulse_s: float = PULSE_S
     ) -> None:
-        self._handler, self._pulse_s = handler, pulse_s
-        self._request_s = request_s
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._handler, self._pulse_s, self._request_s = handler, pulse_s, request_s
+        self._is_closed = False
         self.path, self._private = _place(Path(directory.path))
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with ExitStack() as opened:
             opened.callback(self._remove)
-            opened.callback(self._listener.close)
-            _listen(self._listener, self.path)
+            opened.callback(listener.close)
+            _listen(listener, self.path)
             directory.announce(self.path)
             opened.pop_all()
-        self._thread = threading.Thread(target=self._accept, name="kvstore-control", daemon=True)
-        self._thread.start()
-        closed = threading.Event()
-        closed.set()
-        leave_to_parent(self, "the store's socket", _closing=closed)
+        self._server = UnixServer("kvstore-control", listener, self._serve, MAX_CONNECTIONS, self._refuse)
+        leave_to_parent(self, "the store's socket", _is_closed=True)
 
     def close(self) -> None:
         """Stop answering, within about a second, and remove the socket. Twice, or in a forked child: no effect."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        self._remove()
-        deadline = time.monotonic() + _CLOSE_S
-        self._thread.join(_CLOSE_S)
-        with self._lock:
-            threads = list(self._connections.values())
-        for thread in threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            for connection in self._connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        if not self._is_closed:
+            self._is_closed = True
+            self._server.close(grace_s=CLOSE_S)
+            self._remove()
 
     def _remove(self) -> None:
         with suppress(OSError):
@@ -110,42 +90,14 @@ class ControlServer:
         if self._private is not None:
             self._private.remove()
 
-    def let_go(self) -> None:
-        self._listener.close()
-        for connection in self._connections:
-            connection.close()
-
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed; or out of descriptors, which passes
-                self._closing.wait(0.1)
-                continue
-            connection.settimeout(self._request_s)
-            with self._lock:
-                full = len(self._connections) >= MAX_CONNECTIONS
-                if not full:
-                    thread = threading.Thread(
-                        target=self._serve, args=(connection,), name="kvstore-control-request", daemon=True
-                    )
-                    self._connections[connection] = thread
-            if full:
-                _send(connection, _error("failure", f"{MAX_CONNECTIONS} commands are running already; try again"))
-                connection.close()
-                continue
-            try:
-                thread.start()
-            except RuntimeError:  # no thread can be had
-                self._forget(connection)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.pop(connection, None)
-        connection.close()
+    def _refuse(self, connection: socket.socket) -> None:
+        connection.settimeout(self._request_s)
+        _send(connection, _error("failure", f"{MAX_CONNECTIONS} commands are running already; try again"))
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
+        connection.settimeout(self._request_s)
+        # The connection breaks, or no thread can be started: the other side sees its end.
+        with suppress(OSError, RuntimeError):
             if _peer_uid(connection) != os.getuid():
                 _send(connection, _error("failure", "only the store's owner is answered"))
                 return
@@ -160,16 +112,9 @@ class ControlServer:
             with _Pulse(connection, self._pulse_s):
                 answer = self._answer(request)
             _send(connection, answer)
-        except (
-            OSError,
-            RuntimeError,
-        ):  # the connection broke, or no thread can be started: the other side sees its end
-            pass
-        finally:
-            self._forget(connection)
 
     def _answer(self, request: _Request) -> bytes:
-        if self._closing.is_set():
+        if self._is_closed:
             return _error("failure", "the store's owner is closing it; try again")
         try:
             answer = _line({"ok": True, "result": self._handler(request.command, request.arguments)})

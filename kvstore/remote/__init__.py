@@ -4,7 +4,6 @@ Knows no tier above it and no request. Works alone, without an arena or torch.
 
 - `address`: a server's URL and what signs in there
 - `disk_owner`: answers the engines that share this process' disk
-- `job_thread`: a thread that does jobs one after another
 - `kv_events`: routers are told which blocks this server holds
 - `names`: the fleet's secret, and the names that it gives to blocks
 - `object_address`: a bucket's or directory's URL, and what signs in there
@@ -16,6 +15,7 @@ Knows no tier above it and no request. Works alone, without an arena or torch.
 - `resp`: RESP2 over one socket, pipelined, values straight into the caller's memory
 - `resp_replies`: answers in RESP2, parsed from what is received; many values of one size straight to where they go
 - `spread`: a tier over several servers, by the ids of blocks
+- `unix_server`: a thread for each connection to a Unix socket of this machine
 
 Decisions:
 

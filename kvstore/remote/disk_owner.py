@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,12 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
-from kvstore.forks import leave_to_parent
 from kvstore.remote.resp_replies import Replies
+from kvstore.remote.unix_server import UnixServer
 from kvstore.tiers.port import FULL
-
-CLOSE_S = 1.0
-ACCEPT_AGAIN_S = 0.1  # after a failure, such as a lack of descriptors
 
 Value = tuple[bytes, memoryview]  # header, payload
 
@@ -53,63 +49,26 @@ class DiskOwner(Protocol):
 
 
 class OwnerServer:
-    """A thread for each connection, until `close`. path: of the socket; only this user may enter its folder."""
+    """Until `close`. path: of the socket; only this user may enter its folder."""
 
     def __init__(self, path: Path, owner: DiskOwner) -> None:
         self._owner = owner
-        self._lock = threading.Lock()
-        self._is_closing = threading.Event()
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(str(path))
-            self._listener.listen(64)
+            listener.bind(str(path))
+            listener.listen(64)
         except OSError:
-            self._listener.close()
+            listener.close()
             raise
-        self._thread = threading.Thread(target=self._accept, name="kvstore-owner", daemon=True)
-        self._thread.start()
-        leave_to_parent(self, "the disk's socket")
-
-    def let_go(self) -> None:
-        """In a forked child: close what the others' ends of connections hang on."""
-        self._listener.close()
-        for connection in self._connections:
-            connection.close()
+        self._server = UnixServer("kvstore-owner", listener, self._serve)
 
     def close(self) -> None:
         """End all connections, and wait a moment for what they do."""
-        self._is_closing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        self._thread.join(CLOSE_S)
-        with self._lock:
-            open_ones = list(self._connections.items())
-        for connection, _ in open_ones:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for _, thread in open_ones:
-            thread.join(CLOSE_S)
-
-    def _accept(self) -> None:
-        while not self._is_closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed; or out of descriptors, which passes
-                self._is_closing.wait(ACCEPT_AGAIN_S)
-                continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="kvstore-owner-serve", daemon=True)
-            with self._lock:
-                self._connections[connection] = thread
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads now: the engine goes on without the disk, and tries again later
-                self._forget(connection)
+        self._server.close()
 
     def _serve(self, connection: socket.socket) -> None:
         requests = Replies(lambda buffers: _received(connection, buffers))
-        try:
+        with suppress(OSError, ValueError):  # the other side has gone, or is not understood
             while True:
                 [request] = requests.to([None], False)
                 if not isinstance(request, list) or not all(isinstance(part, bytes) for part in request):
@@ -117,15 +76,6 @@ class OwnerServer:
                 given = [part for part in request if isinstance(part, bytes)]
                 for part in self._answer(given, partial(_is_there, connection)):
                     connection.sendall(part)
-        except (OSError, ValueError):  # the other side has gone, or is not understood
-            return
-        finally:
-            self._forget(connection)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.pop(connection, None)
-        connection.close()
 
     def _answer(self, request: Sequence[bytes], is_wanted: Callable[[], bool]) -> list[bytes | memoryview]:
         name, *given = request or [b""]

@@ -1,8 +1,8 @@
 """Another server that computes prompts for this one, and stores their blocks in the tier that both share.
 
-Asked over HTTP by threads, which are polled. A prompt is its token ids and the root of its chain, so both servers give
-its blocks the same names. Nobody waits for a server that has failed: it is not asked until a probe, the prefill of
-nothing, has succeeded.
+Asked over HTTP by the threads of a worker, and polled. A prompt is its token ids and the root of its chain, so both
+servers give its blocks the same names. Nobody waits for a server that has failed: it is not asked until a probe, the
+prefill of nothing, has succeeded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.blocks.ids import BlockId, ids_of
 from kvstore.forks import leave_to_parent
 from kvstore.remote.address import PrefillAddress
-from kvstore.remote.job_thread import JobThread
 from kvstore.stats import Counts
-from kvstore.tiers.worker import TierHealth
+from kvstore.tiers.port import AS_HINT
+from kvstore.tiers.queues import Task
+from kvstore.tiers.worker import TierHealth, TierWorker, WorkerLimits
 
 PATH = "/prefill"
 NUM_THREADS = 16  # prompts that are computed there at once
-MOST_WAITING = 256  # that wait for a lane; who comes later computes at once
+MOST_WAITING = 256  # prompts; who comes later computes at once
 PROBE_S = 5.0
 MAX_ANSWER_BYTES = 1 << 16
 WRONG_PROMPT = frozenset({400, 413})  # statuses that say nothing about other prompts
@@ -79,12 +81,10 @@ class PrefillServer:
         self._local = threading.local()
         self._connections: list[http.client.HTTPConnection] = []  # of all threads
         self._done: deque[PrefillDone] = deque()
-        self._was_probed = self._closing = False
-        most = MOST_WAITING // NUM_THREADS
-        self._threads: list[JobThread[tuple[BlockId, PrefillJob, float]]] = [
-            JobThread(f"kvstore-prefill-{i}", self._run, most, self._probe if i == 0 else lambda: None)
-            for i in range(NUM_THREADS)
-        ]
+        self._num_waiting = 0  # prompts that were not polled yet
+        self._is_probing = self._closing = False
+        self._worker = TierWorker("prefill", None, lambda: None, WorkerLimits(num_readers=NUM_THREADS))
+        self._probe()
         leave_to_parent(self, str(address))
 
     # -- the control plane's side ------------------------------------------------------------------------------------
@@ -93,42 +93,52 @@ class PrefillServer:
         if self.health.error is not None:
             self.counts.failed("down")
             return False
-        thread = min(self._threads, key=len)
-        if not thread.submit((name, prompt, time.monotonic() + prompt.seconds)):
+        if self._num_waiting >= MOST_WAITING:
             self.counts.failed("busy")
             return False
+        self._num_waiting += 1
+        run = partial(self._run, name, prompt, time.monotonic() + prompt.seconds)
+        self._worker.submit_read(Task(self._num_waiting, run), AS_HINT)
         return True
 
     def completed(self) -> list[PrefillDone]:
         """What has ended since the last call."""
+        self._worker.completed()  # each task says itself what came of it
+        if self.health.retry_in_s == 0.0:
+            self._probe()
         done: list[PrefillDone] = []
         while self._done:
             done.append(self._done.popleft())
+        self._num_waiting -= len(done)
         return done
+
+    def _probe(self) -> None:
+        """At the start, and once it has failed: whether it answers, and takes this server's prompts."""
+        if not self._is_probing:
+            self._is_probing = True
+            self._worker.submit_read(Task(0, self._run_probe))
 
     def as_dict(self) -> dict[str, object]:
         return {
             "url": str(self.address),
             "degraded": self.health.error,
             "breaks": self.health.num_failures,
-            "waiting": sum(map(len, self._threads)),
+            "waiting": self._num_waiting,
             **self.counts.as_dict(),
         }
 
     def close(self, timeout_s: float) -> None:
-        """Wait for nothing that is computed there, and at most so long for each thread."""
+        """Wait for nothing that is computed there, and at most so long for its threads."""
         self._closing = True
         for connection in list(self._connections):
             if connection.sock is not None:
                 with suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
-        has_ended = all([thread.close(timeout_s) for thread in self._threads])  # noqa: C419 (each of them)
-        for connection in self._connections if has_ended else ():
+        for connection in self._connections if self._worker.close(timeout_s) else ():
             connection.close()
 
     # -- threads -----------------------------------------------------------------------------------------------------
-    def _run(self, job: tuple[BlockId, PrefillJob, float]) -> None:
-        name, prompt, until_s = job
+    def _run(self, name: BlockId, prompt: PrefillJob, until_s: float) -> None:
         started, num_blocks = time.perf_counter(), 0
         try:
             num_blocks = self._prefill(prompt, until_s)
@@ -149,21 +159,14 @@ class PrefillServer:
         self.counts.failed("late" if is_late else "unreachable")
         return "it did not answer in time" if is_late else f"{type(error).__name__}: {error}"
 
-    def _probe(self) -> float | None:
-        """At the start, and between prompts once it has failed: whether it answers, and takes this server's prompts."""
-        wait_s = self.health.retry_in_s if self._was_probed else 0.0
-        if wait_s is None:
-            return 0.25  # other threads find out that it has failed
-        if wait_s > 0:
-            return min(wait_s, 0.25)
-        self._was_probed = True
+    def _run_probe(self) -> None:
         try:
             self._prefill(PrefillJob(b"", bytes(32), "", PROBE_S), time.monotonic() + PROBE_S)
         except Exception as error:  # the border of a thread
             self.health.failed(self._counted(error))
         else:
             self.health.succeeded()
-        return 0.0
+        self._is_probing = False
 
     def _prefill(self, prompt: PrefillJob, until_s: float) -> int:
         """How many of its blocks are in the shared tier. Raises what prevents that."""

@@ -223,7 +223,7 @@ def test_another_user_is_not_answered(server, directory, handler, monkeypatch):
 
 
 def test_a_forked_child_changes_nothing(server, directory):
-    listening = server._listener.fileno()
+    listening = server._server.listener.fileno()
     assert "Bad file descriptor" in in_fork(lambda: (server.close(), os.fstat(listening)))
     assert works(server, directory)
 
@@ -303,7 +303,7 @@ def test_too_many_at_once_are_told_to_come_back(server, directory, handler):
     handler.gate.set()
     for thread in busy:
         thread.join()
-    wait_until(lambda: not server._connections)
+    wait_until(lambda: not server._server.connections)
     assert works(server, directory)
 
 
