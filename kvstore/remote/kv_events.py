@@ -108,52 +108,11 @@ class PastBatches:
         return [(one, payload) for of, one, payload in self._batches if of == topic and one >= sequence]
 
 
-class Topics:
-    """Publishes one topic for each tenant, with its own sequence numbers. out: a bound XPUB socket."""
-
-    def __init__(self, out: zmq.Socket[bytes], topic: str, clock: Callable[[], float], past: PastBatches) -> None:
-        self.past = past
-        self.counts = dict.fromkeys(("batches", "stored", "removed", "pictures", "replays", "bad_replay_requests"), 0)
-        self._out, self._topic, self._clock = out, topic, clock
-        self._next: dict[str, int] = {}  # next sequence number of each tenant
-
-    def name(self, tenant: str) -> bytes:
-        head, at, model = self._topic.rpartition("@")
-        return f"{head}{at}{quote(tenant, safe='')}:{model}".encode() if tenant else self._topic.encode()
-
-    def tenants(self, prefixes: tuple[bytes, ...]) -> set[str]:
-        """The tenants with a topic that was begun and starts with one of these prefixes."""
-        return {tenant for tenant in self._next if self.name(tenant).startswith(prefixes)}
-
-    def send_changes(self, changes: Iterable[Change]) -> None:
-        for tenant, events in events_of(changes).items():
-            self.send(tenant, events)
-
-    def send(self, tenant: str, events: list[Event]) -> None:
-        if tenant not in self._next:  # readers may know what an earlier process of this server had
-            self._next[tenant] = 0
-            if not isinstance(events[0], AllBlocksCleared):
-                events = [AllBlocksCleared(), *events]
-        topic, sequence = self.name(tenant), self._next[tenant]
-        self._next[tenant] += 1
-        payload = msgspec.msgpack.encode(EventBatch(self._clock(), events))
-        self._out.send_multipart((topic, sequence.to_bytes(8, "big"), payload))
-        self.past.add(topic, sequence, payload)
-        self.counts["batches"] += 1
-        for event in events:
-            if not isinstance(event, AllBlocksCleared):
-                self.counts["stored" if isinstance(event, BlockStored) else "removed"] += len(event.block_hashes)
-
-    def new_readers(self) -> set[bytes]:
-        """The prefixes of topics that somebody has subscribed to since the last call."""
-        return {one[0][1:] for one in _received(self._out) if one[0][:1] == b"\x01"}
-
-
 class KVEvents:
     """Publishes at an endpoint from `start` to `close`. On the next port it answers readers that missed something.
 
-    topic: for chains without a tenant, kv@POD@MODEL; a tenant's is kv@POD@TENANT:MODEL. Raises ConfigError if the ports
-    are not available.
+    topic: for chains without a tenant, kv@POD@MODEL; a tenant's is kv@POD@TENANT:MODEL, with its own sequence numbers.
+    Raises ConfigError if the ports are not available.
     """
 
     def __init__(
@@ -161,6 +120,9 @@ class KVEvents:
         picture_every_s: float = PICTURE_EVERY_S,
     ) -> None:  # fmt: skip
         address, port = parse_endpoint(endpoint)
+        self._topic, self._clock, self._past = topic, clock, past or PastBatches()
+        self._counts = dict.fromkeys(("batches", "stored", "removed", "pictures", "replays", "bad_replay_requests"), 0)
+        self._next: dict[str, int] = {}  # next sequence number of each tenant
         self._lacking: set[bytes] = set()  # prefixes of topics of which somebody lacks the whole picture
         self._picture_every_s, self._picture_s = picture_every_s, -math.inf
         self._stopping = threading.Event()
@@ -168,9 +130,8 @@ class KVEvents:
         with ExitStack() as opened:
             context = zmq.Context()
             opened.callback(context.destroy, linger=round(CLOSE_S * 1000))
-            out = _bound(context.socket(zmq.XPUB), endpoint)
-            out.setsockopt(zmq.XPUB_VERBOSE, 1)  # shows every new reader, not only the first of a topic
-            self._topics = Topics(out, topic, clock, past or PastBatches())
+            self._out = _bound(context.socket(zmq.XPUB), endpoint)
+            self._out.setsockopt(zmq.XPUB_VERBOSE, 1)  # shows every new reader, not only the first of a topic
             self._replay = _bound(context.socket(zmq.ROUTER), f"{address}:{port + 1}")
             self._opened = opened.pop_all()
         leave_to_parent(self, "the publisher of KV events", _thread=None)
@@ -187,23 +148,24 @@ class KVEvents:
         self._opened.close()
 
     def stats(self) -> dict[str, object]:
-        return dict(self._topics.counts)
+        return dict(self._counts)
 
     # -- the publisher's thread --------------------------------------------------------------------------------------
     def _publish(self, holdings: Holdings) -> None:
-        self._topics.send("", [AllBlocksCleared()])
+        self._send("", [AllBlocksCleared()])
         while not self._stopping.is_set():
             self._tick(holdings)
             if not holdings.num_waiting:
                 self._replay.poll(round(TICK_S * 1000))
         while changes := holdings.take_changes(BATCH_BLOCKS):
-            self._topics.send_changes(changes)
+            self._send_changes(changes)
 
     def _tick(self, holdings: Holdings) -> None:
-        self._lacking |= self._topics.new_readers()
+        # Whoever has subscribed since the last tick, by the prefix of its topics.
+        self._lacking |= {one[0][1:] for one in _received(self._out) if one[0][:1] == b"\x01"}
         for one in _received(self._replay):
             self._answer(one)
-        self._topics.send_changes(holdings.take_changes(BATCH_BLOCKS))
+        self._send_changes(holdings.take_changes(BATCH_BLOCKS))
         now_s = time.monotonic()
         if self._lacking and now_s - self._picture_s >= self._picture_every_s:
             self._picture_s = now_s
@@ -211,28 +173,50 @@ class KVEvents:
 
     def _send_picture(self, holdings: Holdings) -> None:
         """Send all that is held to those who have come late, as nothing was kept for them."""
-        tenants = self._topics.tenants(tuple(self._lacking))
+        tenants = {tenant for tenant in self._next if self._name(tenant).startswith(tuple(self._lacking))}
         self._lacking = set()
         for tenant in tenants:
-            self._topics.send(tenant, [AllBlocksCleared()])
+            self._send(tenant, [AllBlocksCleared()])
         told = (change for change in holdings.all_told() if change.block.tenant in tenants)
         while part := list(islice(told, BATCH_BLOCKS)):
-            self._topics.send_changes(part)
-        self._topics.counts["pictures"] += bool(tenants)
+            self._send_changes(part)
+        self._counts["pictures"] += bool(tenants)
+
+    def _name(self, tenant: str) -> bytes:
+        head, at, model = self._topic.rpartition("@")
+        return f"{head}{at}{quote(tenant, safe='')}:{model}".encode() if tenant else self._topic.encode()
+
+    def _send_changes(self, changes: Iterable[Change]) -> None:
+        for tenant, events in events_of(changes).items():
+            self._send(tenant, events)
+
+    def _send(self, tenant: str, events: list[Event]) -> None:
+        if tenant not in self._next:  # readers may know what an earlier process of this server had
+            self._next[tenant] = 0
+            if not isinstance(events[0], AllBlocksCleared):
+                events = [AllBlocksCleared(), *events]
+        topic, sequence = self._name(tenant), self._next[tenant]
+        self._next[tenant] += 1
+        payload = msgspec.msgpack.encode(EventBatch(self._clock(), events))
+        self._out.send_multipart((topic, sequence.to_bytes(8, "big"), payload))
+        self._past.add(topic, sequence, payload)
+        self._counts["batches"] += 1
+        for event in events:
+            if not isinstance(event, AllBlocksCleared):
+                self._counts["stored" if isinstance(event, BlockStored) else "removed"] += len(event.block_hashes)
 
     def _answer(self, request: list[bytes]) -> None:
         """request: reader, empty frame, the first sequence number that it lacks, and a topic if it is a tenant's."""
-        counts, topics = self._topics.counts, self._topics
         if len(request) not in (3, 4) or len(request[2]) != 8:
-            counts["bad_replay_requests"] += 1
+            self._counts["bad_replay_requests"] += 1
             return
         reader, first = request[0], int.from_bytes(request[2], "big")
-        topic = request[3] if len(request) == 4 else topics.name("")
-        past = topics.past.since(topic, first)
+        topic = request[3] if len(request) == 4 else self._name("")
+        past = self._past.since(topic, first)
         for sequence, payload in past:
             self._replay.send_multipart((reader, b"", topic, sequence.to_bytes(8, "big"), payload))
         self._replay.send_multipart((reader, b"", b"", END, b""))
-        counts["replays"] += 1
+        self._counts["replays"] += 1
         if past and past[0][0] > first:
             self._lacking.add(topic)  # what it lacks is no longer here
 

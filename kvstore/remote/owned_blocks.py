@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult
-from kvstore.disk.codec import check_landed, encode_head
+from kvstore.disk.codec import encode_head
 from kvstore.remote.address import RedisAddress
+from kvstore.remote.redis_blocks import ASK_S, RespSession
 from kvstore.remote.resp import RespClient
-from kvstore.remote.resp_replies import ErrorReply, Landed
+from kvstore.remote.resp_replies import ErrorReply
 from kvstore.tiers.port import (
     CHAIN_BATCH_BYTES,
     GONE,
@@ -28,7 +29,6 @@ from kvstore.tiers.port import (
     Written,
 )
 
-ASK_S, READ_S = 2.0, 4.0  # deadlines; no request waits this long
 PUT_S = 30.0  # until a batch is durable: only the thread that stores waits for it
 
 
@@ -47,11 +47,8 @@ class OwnedBlocks:
         return OwnedSession(RespClient(RedisAddress(self.path), ASK_S))
 
 
-class OwnedSession:
+class OwnedSession(RespSession):
     """See `TierSession`. Commands are those of `kvstore.remote.disk_owner`."""
-
-    def __init__(self, client: RespClient) -> None:
-        self._client = client
 
     def ask(self, chain: Chain) -> list[bool]:
         return self._flags("ASK", chain.ids)
@@ -62,17 +59,7 @@ class OwnedSession:
         return [flag == ord("1") for flag in reply]
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
-        commands = [("GET", job.record.block_id) for job in jobs]
-        replies = self._client.pipeline(commands, [job.view for job in jobs], READ_S)
-        results = []
-        for job, reply in zip(jobs, replies, strict=True):
-            if reply is None:
-                results.append(ReadResult.MISSING)
-            elif isinstance(reply, Landed):
-                results.append(check_landed(reply.head, job.view, job.record))
-            else:
-                results.append(ReadResult.FAILED)
-        return results
+        return self._values([("GET", job.record.block_id) for job in jobs], jobs)
 
     def write(self, batch: WriteBatch) -> Written:
         if batch.deletes:
@@ -112,9 +99,3 @@ class OwnedSession:
             Stored(block_id, None, len(value)) if flag == ord("1") else Stored(block_id, "refused")
             for (block_id, _, value), flag in zip(batch, reply, strict=True)
         ]
-
-    def ping(self) -> None:
-        self._client.call("PING", timeout_s=ASK_S)
-
-    def close(self) -> None:
-        self._client.close()

@@ -19,7 +19,7 @@ from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.names import BlockNames
 from kvstore.remote.resp import RespClient
-from kvstore.remote.resp_replies import ErrorReply, Landed
+from kvstore.remote.resp_replies import ErrorReply, Landed, Reply
 from kvstore.tiers.port import GONE, Chain, Keeps, ReadJob, Stored, TierSession, WriteBatch, WriteJob, Written
 
 ASK_S, TRANSFER_S = 2.0, 4.0  # deadlines of a pipeline with small answers, and with values; no request waits this long
@@ -45,11 +45,38 @@ class RedisBlocks:
         return RedisSession(RespClient(self.address, ASK_S), self.names, self.ttl_s)
 
 
-class RedisSession:
+class RespSession:
+    """What a `TierSession` does that reads values by commands."""
+
+    def __init__(self, client: RespClient) -> None:
+        self._client = client
+
+    def _values(self, commands: Sequence[Sequence[str | bytes]], jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        """The value that each command asks for, into the memory of its job."""
+        replies = self._client.pipeline(commands, [job.view for job in jobs], TRANSFER_S)
+        return [_result(reply, job) for reply, job in zip(replies, jobs, strict=True)]
+
+    def ping(self) -> None:
+        self._client.call("PING", timeout_s=ASK_S)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _result(reply: Reply, job: ReadJob) -> ReadResult:
+    if reply is None:
+        return ReadResult.MISSING
+    if isinstance(reply, Landed):
+        return check_landed(reply.head, job.view, job.record)
+    return ReadResult.FAILED if isinstance(reply, ErrorReply) else ReadResult.CORRUPT  # too short
+
+
+class RedisSession(RespSession):
     """See `TierSession`."""
 
     def __init__(self, client: RespClient, names: BlockNames, ttl_s: float) -> None:
-        self._client, self._names, self._ttl_s = client, names, ttl_s
+        super().__init__(client)
+        self._names, self._ttl_s = names, ttl_s
 
     def _ttl_ms(self, index: int) -> int:
         """The time to live, shorter for each block than for the one before it."""
@@ -67,19 +94,8 @@ class RedisSession:
         return found[::-1]
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
-        commands = [("GET", self._names.of(job.record.block_id)) for job in jobs]
-        replies = self._client.pipeline(commands, [job.view for job in jobs], TRANSFER_S)
-        results, damaged = [], []
-        for job, reply in zip(jobs, replies, strict=True):
-            if reply is None:
-                result = ReadResult.MISSING
-            elif isinstance(reply, Landed):
-                result = check_landed(reply.head, job.view, job.record)
-            else:  # an error, or too short a value
-                result = ReadResult.FAILED if isinstance(reply, ErrorReply) else ReadResult.CORRUPT
-            if result is ReadResult.CORRUPT:
-                damaged.append(job.record.block_id)
-            results.append(result)
+        results = self._values([("GET", self._names.of(job.record.block_id)) for job in jobs], jobs)
+        damaged = [job.record.block_id for job, one in zip(jobs, results, strict=True) if one is ReadResult.CORRUPT]
         if damaged:  # else they would keep sound ones from being stored
             with suppress(RemoteError):
                 self._delete(damaged)
@@ -127,9 +143,3 @@ class RedisSession:
             some = block_ids[start : start + PIPELINE_KEYS]
             reply = self._client.call("UNLINK", *map(self._names.of, some), timeout_s=ASK_S)
             assert isinstance(reply, int)
-
-    def ping(self) -> None:
-        self._client.call("PING", timeout_s=ASK_S)
-
-    def close(self) -> None:
-        self._client.close()

@@ -14,7 +14,7 @@ from tests.support.store.host import Host
 from tests.support.waiting import TIMEOUT_S
 
 DEADLINES = {
-    owned_blocks: ("ASK_S", "READ_S", "PUT_S"), redis_blocks: ("ASK_S", "TRANSFER_S"), resp: ("CONNECT_S",),
+    owned_blocks: ("ASK_S", "PUT_S"), redis_blocks: ("ASK_S", "TRANSFER_S"), resp: ("CONNECT_S",),
     session_server: ("ANSWER_S", "OUTAGE_S"),
 }  # fmt: skip
 
