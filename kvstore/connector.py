@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import Loss, SaveFence, TransferPlan
@@ -20,7 +19,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout, States
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import ASSUMED_PRICE, LookAhead
-from kvstore.policy.policies import Steering
+from kvstore.policy.policies import EvictionOrder, Steering
 from kvstore.stats import MOST_LOSSES, Losses
 from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, StepSpan, Upkeep
 
@@ -39,7 +38,7 @@ class KVConnector(Protocol):
 
     compute_price: float  # of a token, in loads of one; as it was known when this was opened
     fingerprint: bytes  # names the model and layout whose KV is stored; empty without a store
-    hbm_order: Order  # of conversations in the engine's pool; its owner is the engine's thread
+    hbm_order: EvictionOrder  # of conversations in the engine's pool; its owner is the engine's thread
     root_secret: bytes  # with the fingerprint it makes lineage roots
     upkeep: Upkeep
     holdings: Holdings | None  # where all tiers, HBM included, report what they hold; None when no events are wanted

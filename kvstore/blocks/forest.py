@@ -9,31 +9,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord
 from kvstore.policy.conversation import Conversation
 
+if TYPE_CHECKING:
+    from kvstore.policy.policies import EvictionOrder
+
 K = TypeVar("K", bound=Hashable)
-
-
-class Order(Protocol):
-    """Conversations that have a block to evict now (`kvstore.policy.policies.EvictionOrder`)."""
-
-    def add(self, conversation: Conversation) -> None: ...
-
-    def discard(self, conversation: Conversation) -> None: ...
-
-    def first(self) -> Conversation | None:
-        """The least valuable conversation; it stays in the order."""
-        ...
-
-    def value(self, conversation: Conversation) -> tuple[float, ...]:
-        """What it is worth now, whether it is in the order or not; the lowest goes first."""
-        ...
-
-    def __contains__(self, conversation: Conversation) -> bool: ...
 
 
 class Links(Generic[K]):
@@ -116,7 +101,7 @@ class EvictionTree(Generic[K]):
 
     def __init__(
         self,
-        order: Order | None,
+        order: EvictionOrder | None,
         is_free: Callable[[K], bool] = lambda _: True,
         id_of: Callable[[K], Hashable] = lambda key: key,
     ) -> None:

@@ -3,12 +3,18 @@
 Owns numbers, not bytes: it does not know which device its blocks are on, and it never touches a tensor.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from kvstore.blocks.forest import EvictionTree, Order
+from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Conversation
+
+if TYPE_CHECKING:
+    from kvstore.policy.policies import EvictionOrder
 
 
 class BlockPool:
@@ -24,7 +30,7 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, order: Order | None = None, on_gone: Sequence[Callable[[BlockId], None]] = ()
+        self, num_blocks: int, order: EvictionOrder | None = None, on_gone: Sequence[Callable[[BlockId], None]] = ()
     ) -> None:
         self.num_blocks = num_blocks
         self._on_gone = on_gone

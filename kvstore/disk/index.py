@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
-from kvstore.blocks.forest import EvictionTree, Order
+from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.ids import NO_TOKENS, BlockId, child_block_id
 from kvstore.blocks.records import Evict
 from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
+
+if TYPE_CHECKING:
+    from kvstore.policy.policies import EvictionOrder
 
 
 class TenantBytes:
@@ -88,7 +92,7 @@ class DiskIndex:
         index._tree.fill(parents, lambda block_id: entries[block_id].last_access_s)
         return index
 
-    def name_conversations(self, order: Order) -> list[tuple[Hashable, Conversation]]:
+    def name_conversations(self, order: EvictionOrder) -> list[tuple[Hashable, Conversation]]:
         """Make a conversation for each leaf, known only by its last use; returns them with their last blocks. From now
         on `order` has them. Where a conversation goes on behind a state, that is no other's.
 
@@ -172,32 +176,17 @@ class DiskIndex:
         self._touched.pop(block_id, None)
         return entry
 
-    def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
-        """Mark these blocks, head first, as used.
-
-        Only the last one that is here is noted: the others stay with it. conversation: ends there.
-        """
-        end = len(chain)
-        while end and chain[end - 1] not in self._entries:
-            end -= 1
-        if not end:
-            return
-        entry = self._entries[chain[end - 1]]
-        self._entries[entry.block_id] = replace(entry, last_access_s=now_s)
-        self._touched[entry.block_id] = now_s
+    def touch(self, block_id: BlockId, now_s: float, conversation: Conversation | None = None) -> None:
+        """Mark a block that is here as used; those that it builds on stay with it. conversation: ends there."""
+        self._entries[block_id] = replace(self._entries[block_id], last_access_s=now_s)
+        self._touched[block_id] = now_s
         if conversation is not None:
-            self._tree.claim(conversation, chain[end - 1])
-        self._tree.touch(entry.block_id)
+            self._tree.claim(conversation, block_id)
+        self._tree.touch(block_id)
 
-    def claim(self, chain: Sequence[BlockId], conversation: Conversation, keeps_pin: bool = False) -> None:
-        """Let the conversation end at the last of these blocks, head first, that is here. keeps_pin: see
-        `EvictionTree.claim`.
-        """
-        end = len(chain)
-        while end and chain[end - 1] not in self._entries:
-            end -= 1
-        if end:
-            self._tree.claim(conversation, chain[end - 1], keeps_pin)
+    def claim(self, block_id: BlockId, conversation: Conversation, keeps_pin: bool = False) -> None:
+        """Let the conversation end at this block, which is here. keeps_pin: see `EvictionTree.claim`."""
+        self._tree.claim(conversation, block_id, keeps_pin)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """Link a splice's first block to the block before it, although it names another parent, so that it is evicted

@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-from kvstore.blocks.forest import Order, ParentsInFlight, children_of, with_descendants
+from kvstore.blocks.forest import ParentsInFlight, children_of, with_descendants
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import BlockRecord, Evict
 from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
+from kvstore.policy.policies import EvictionOrder
 from kvstore.stats import Losses
 
 
@@ -37,7 +38,7 @@ class CpuTier:
 
     def __init__(
         self, num_arena_blocks: int, erase: Callable[[Sequence[int]], None] = lambda _: None, keep: bool = True,
-        order: Order | None = None, clock: Callable[[], float] = time.time, holdings: Holdings | None = None,
+        order: EvictionOrder | None = None, clock: Callable[[], float] = time.time, holdings: Holdings | None = None,
         losses: Losses | None = None,
     ) -> None:  # fmt: skip
         on_gone = [] if holdings is None else [partial(holdings.gone, Place.CPU)]

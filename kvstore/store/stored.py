@@ -134,16 +134,18 @@ class DiskContents:
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
         """Mark these blocks, head first, as just used. conversation: their owner."""
-        self.index.touch(self._last_of(chain), self._clock(), conversation)
+        if (last := self._last_of(chain)) is not None:
+            self.index.touch(last, self._clock(), conversation)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation, keeps_pin: bool = False) -> None:
         """See `DiskIndex.claim`."""
-        self.index.claim(self._last_of(chain), conversation, keeps_pin)
+        if (last := self._last_of(chain)) is not None:
+            self.index.claim(last, conversation, keeps_pin)
 
-    def _last_of(self, chain: Sequence[BlockId]) -> list[BlockId]:
-        """The last block of a chain that is here, or whose quantised copy is; none if there is none."""
+    def _last_of(self, chain: Sequence[BlockId]) -> BlockId | None:
+        """The last block of a chain that is here, or whose quantised copy is; None if there is none."""
         copies = ((one, quantised_id(one)) if self.quantises else (one,) for one in reversed(chain))
-        return next(([one] for some in copies for one in some if one in self.index), [])
+        return next((one for some in copies for one in some if one in self.index), None)
 
     @property
     def quantises(self) -> bool:
@@ -159,7 +161,7 @@ class DiskContents:
         )
         self.index.add(entry, None if record.is_state else conversation)
         if record.is_state and conversation is not None:  # one of several branches that it ends
-            self.index.claim([record.block_id], conversation, keeps_pin=True)
+            self.index.claim(record.block_id, conversation, keeps_pin=True)
         if self._holdings is not None:
             self._holdings.stored_record(Place.DISK, record)
 

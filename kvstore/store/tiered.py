@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.blocks.forest import Order
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, quantised_id, token_bytes
 from kvstore.blocks.records import Loss, SaveFence, TransferPlan
@@ -51,7 +50,7 @@ class TieredConnector:
         self.compute_price = parts.store.planner.compute_price
         self.fingerprint = bytes.fromhex(fingerprint)
         self.root_secret = parts.secret
-        self.hbm_order: Order = parts.store.steering.order("hbm")
+        self.hbm_order = parts.store.steering.order("hbm")
         self.upkeep: Upkeep = TieredUpkeep(parts, parts.store.deletion)
         self.holdings = parts.holdings
         self.hbm_losses: Losses | None = None

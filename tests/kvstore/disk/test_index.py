@@ -56,8 +56,7 @@ def test_touched_leaves_go_last_and_times_are_handed_out_once():
     index = DiskIndex()
     conversation(index, "a", 2)
     conversation(index, "b", 2)
-    index.touch([block(name) for name in ("a0", "a1", "unknown")], 7.0)
-    index.touch([block("unknown")], 8.0)
+    index.touch(block("a1"), 7.0)
     assert names(victims(index, 1)) == ["b1"]
     assert index.get(block("a1")).last_access_s == 7.0  # of the last of them, which keeps the others
     assert index.take_touched() == {block("a1"): 7.0}
@@ -94,7 +93,7 @@ def test_whatever_changes_sums_and_order_agree_and_what_goes_was_a_leaf(seed):
             known.append(rng.randbytes(32))
             index.add(IndexEntry(known[-1], parent, rng.randrange(1, 50), now, now, tenant=rng.choice("ab")))
         elif action < 0.75 and known:
-            index.touch([rng.choice(known)], now)
+            index.touch(rng.choice(known), now)
         elif action < 0.85 and known:
             for block_id in reversed(index.links.descendants(rng.choice(known))):
                 index.remove(block_id)
