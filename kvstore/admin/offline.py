@@ -6,7 +6,6 @@ Holds the store's lock meanwhile and creates nothing new. Knows no model and no 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 OnProgress = Callable[[float | None], None]
 DELETE_BATCH = 4096
 LEAST_CAPACITY_BYTES = 64 << 20
-_MAP_SIZE_OFFSET = 32  # in a meta page of LMDB 0.9: behind the page's header, magic, version and address
 NO_DISK = {"blocks": 0, "bytes": 0, "file_bytes": 0, "capacity_bytes": 0, "reads": 0, "writes": 0, "failures": {}}
 NO_SESSIONS = {"sessions": 0, "turns": 0, "refs": 0, "pending_deletions": 0, "bytes": 0}
 
@@ -223,14 +221,9 @@ def stored_capacity(data_file: Path) -> int:
     """The map size that the last owner gave a data file; a smaller one would evict at opening."""
     try:
         meta = disk_check.read_meta(data_file)
-        with data_file.open("rb") as file:
-            sizes: list[int] = []
-            for page in (0, 1):
-                file.seek(page * meta.page_bytes + _MAP_SIZE_OFFSET)
-                sizes += struct.unpack("=Q", file.read(8))
-    except (OSError, disk_check.UnreadableFileError, struct.error):
+    except (OSError, disk_check.UnreadableFileError):
         return LEAST_CAPACITY_BYTES  # there is nothing that could be evicted
-    return max(meta.needed_bytes, *sizes)
+    return max(meta.needed_bytes, meta.map_bytes)
 
 
 def _no_session(key: SessionKey) -> StoreError:

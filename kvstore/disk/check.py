@@ -16,6 +16,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from kvstore.disk import walk as disk_walk
 from kvstore.errors import StoreError
@@ -29,18 +32,21 @@ LMDB_09_VERSION = 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 0x8000
 VERIFY_BASE_S, VERIFY_S_PER_GIB = 60.0, 60.0
 WALKER = disk_walk.__file__
+MAX_KEPT_BYTES = 16 << 20
+T = TypeVar("T")
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
-# Of LMDB 0.9 on 64-bit machines: a page header of 16 bytes, then magic, version, (address, map size), page size (in
+# Of LMDB 0.9 on 64-bit machines: a page header of 16 bytes, then magic, version, (address), map size, page size (in
 # the first field of the free list's record), (both databases' records), last page, transaction number.
-_META = struct.Struct("=16xII16xI44x48xQQ")
+_META = struct.Struct("=16xII8xQI44x48xQQ")
 _META_PAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """The newer of the two meta pages of a data file."""
+    """The newer of the two meta pages of a data file. map_bytes: how large its last owner let it become."""
 
+    map_bytes: int
     page_bytes: int
     last_page: int
     txn_id: int
@@ -72,7 +78,7 @@ def read_meta(data_file: Path) -> Meta:
 def _parse_meta(page: bytes) -> Meta:
     if len(page) < _META.size:
         raise UnreadableFileError("it ends within its meta pages")
-    magic, version, page_bytes, last_page, txn_id = _META.unpack(page)
+    magic, version, map_bytes, page_bytes, last_page, txn_id = _META.unpack(page)
     if magic != LMDB_MAGIC:
         raise UnreadableFileError("it is not an LMDB file, or was made on another kind of machine")
     if version != LMDB_09_VERSION:
@@ -81,7 +87,7 @@ def _parse_meta(page: bytes) -> Meta:
         raise UnreadableFileError(f"its page size is {page_bytes}")
     if last_page + 1 < _META_PAGES:
         raise UnreadableFileError("it has no pages")
-    return Meta(page_bytes, last_page, txn_id)
+    return Meta(map_bytes, page_bytes, last_page, txn_id)
 
 
 def find_problem(directory: Path, verify_below_bytes: int) -> str | None:
@@ -204,6 +210,18 @@ def write_durably(path: Path, content: bytes) -> None:
         os.replace(new, path)
         undo.pop_all()
     sync_directory(path.parent)
+
+
+def read_kept(path: Path, decoder: msgspec.json.Decoder[T]) -> T | None:
+    """The content of a small file of JSON; None if there is none. Raises OSError, and ValueError for anything else."""
+    try:
+        if path.stat().st_size > MAX_KEPT_BYTES:
+            raise ValueError("it is larger than anything that was written to it")
+        return decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except RecursionError:  # a forged file
+        raise ValueError("it is nested too deeply") from None
 
 
 def quarantine(path: Path, why: str, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> Path:

@@ -219,13 +219,8 @@ class DiskTier:
         """Bring a block's pages into the page cache. From any thread; `read` reports errors."""
         self.file.look_up(partial(_touch, block_id=block_id), None)
 
-    def entry(self, block_id: BlockId) -> IndexEntry | None:
-        """The index record of a block; None when there is none, or when it cannot be read."""
-        packed = self.file.look_up(lambda txn, tables: _bytes(txn.get(block_id, db=tables.index)), None)
-        return None if packed is None else disk_format.unpack_index(block_id, packed)
-
     def contains(self, block_id: BlockId) -> bool:
-        return self.entry(block_id) is not None
+        return self.file.look_up(lambda txn, tables: txn.get(block_id, db=tables.index) is not None, False)
 
     def header(self, block_id: BlockId) -> codec.Header | None:
         """A block's header; None when it cannot be read."""
@@ -258,7 +253,7 @@ class DiskTier:
         """As of the last transaction; 0 if the file cannot be read."""
         return self.file.look_up(lambda txn, tables: int(txn.stat(tables.index)["entries"]), 0)
 
-    def verify(self, progress: Callable[[int], None] | None = None) -> VerifyReport:
+    def verify(self, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
         """Read every block and check it. progress: called with the number of blocks so far."""
         return verify(self.file, progress)
 
@@ -326,11 +321,6 @@ def _touch(txn: lmdb.Transaction, tables: Tables, block_id: BlockId) -> None:
     value = txn.get(block_id, b"", db=tables.values)
     if len(value):
         np.frombuffer(value, np.uint8).max()  # numpy lets other threads run meanwhile
-
-
-def _bytes(view: memoryview | None) -> bytes | None:
-    """The bytes of a transaction that ends."""
-    return None if view is None else bytes(view)
 
 
 def _shrink(tier: DiskTier) -> None:

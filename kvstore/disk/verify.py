@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from kvstore.blocks.ids import BlockId
@@ -17,7 +18,7 @@ from kvstore.disk.index import IndexEntry
 VALUES_BATCH, INDEX_BATCH = 32, 4096  # of one transaction, so that the store can be used meanwhile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifyReport:
     """The result of a check of every block.
 
@@ -32,66 +33,56 @@ class VerifyReport:
     num_orphans: int = 0
     num_heads: int = 0
     num_deleted: int = 0
-    bad_ids: tuple[BlockId, ...] = ()
+    bad_ids: list[BlockId] = field(default_factory=list)
     is_complete: bool = True
 
     def as_dict(self) -> dict[str, object]:
         """The report as a dict, with only the first bad ids."""
         return {**asdict(self), "bad_ids": [block_id.hex() for block_id in self.bad_ids[:100]]}
 
-
-@dataclass(slots=True)
-class _Survey:
-    """The state of a check. stopped: it could not reach the end."""
-
-    num_ok: int = 0
-    num_heads: int = 0
-    corrupt: list[BlockId] = field(default_factory=list)
-    orphans: list[BlockId] = field(default_factory=list)
-    last: BlockId | None = None
-    stopped: bool = False
-
-    def values(self, txn: Any, tables: Tables) -> bool:
-        """Check the next values; False at the end."""
-        after = self.last
-        for key, value in keys_after(txn, tables.values, after, VALUES_BATCH):
-            self.last = key
-            header = codec.decode_header(value)
+    def check_values(self, txn: Any, tables: Tables, last: bytes) -> bytes:
+        """Check the next values behind this one. Returns the last of them."""
+        for key, value in keys_after(txn, tables.values, last or None, VALUES_BATCH):
+            last, header = key, codec.decode_header(value)
             packed = txn.get(key, db=tables.index)
             if header is None or header.record.block_id != key or not codec.is_intact(value, header):
-                self.corrupt.append(key)
+                self._corrupt(key)
             elif packed is None:
-                self.orphans.append(key)
+                self._orphan(key)
             elif not _agree(header, disk_format.unpack_index(key, bytes(packed)), len(value), tables):
-                self.corrupt.append(key)
+                self._corrupt(key)
             else:
                 self.num_ok += 1
                 self.num_heads += txn.get(header.record.parent_id, db=tables.index) is None
-        return self.last != after
+        return last
 
-    def index(self, txn: Any, tables: Tables) -> bool:
-        after = self.last
-        for key, _ in keys_after(txn, tables.index, after, INDEX_BATCH):
-            self.last = key
+    def check_index(self, txn: Any, tables: Tables, last: bytes) -> bytes:
+        for key, _ in keys_after(txn, tables.index, last or None, INDEX_BATCH):
+            last = key
             if txn.get(key, db=tables.values) is None:
-                self.orphans.append(key)
-        return self.last != after
+                self._orphan(key)
+        return last
+
+    def _corrupt(self, block_id: BlockId) -> None:
+        self.num_corrupt += 1
+        self.bad_ids.append(block_id)
+
+    def _orphan(self, block_id: BlockId) -> None:
+        self.num_orphans += 1
+        self.bad_ids.append(block_id)
 
 
-def verify(file: BlocksFile, progress: Callable[[int], None] | None = None) -> VerifyReport:
+def verify(file: BlocksFile, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
     """Check every block. progress: called with the number of blocks so far."""
-    survey = _Survey()
-    for step in (survey.values, survey.index):
-        survey.last = None
-        while goes_on := file.look_up(step, None):
-            if progress is not None:
-                progress(survey.num_ok + len(survey.corrupt) + len(survey.orphans))
-        survey.stopped = survey.stopped or goes_on is None
-    bad = tuple(survey.corrupt + survey.orphans)
-    return VerifyReport(
-        survey.num_ok, len(survey.corrupt), len(survey.orphans), survey.num_heads,
-        bad_ids=bad, is_complete=not survey.stopped,
-    )  # fmt: skip
+    report = VerifyReport()
+    for check in (report.check_values, report.check_index):
+        before: bytes | None = None
+        last: bytes | None = b""
+        while last is not None and last != before:
+            before, last = last, file.look_up(partial(check, last=last), None)
+            progress(report.num_ok + len(report.bad_ids))
+        report.is_complete = report.is_complete and last is not None
+    return report
 
 
 def _agree(header: codec.Header, entry: IndexEntry | None, value_bytes: int, tables: Tables) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvstore.disk.check import write_durably
+from kvstore.disk.check import read_kept, write_durably
 from kvstore.errors import ModelError
 
 _MAX_THREADS = 4
@@ -89,10 +89,10 @@ def _hash_file(file: Path) -> str:
 
 def _read_cache(cache: Path | None) -> dict[_FileState, str]:
     """Digests by file state; empty without a cache in this version's form."""
-    try:
-        return {} if cache is None else dict(_caches.decode(cache.read_bytes()).files)
-    except (OSError, msgspec.MsgspecError, RecursionError):
-        return {}
+    with suppress(OSError, ValueError):
+        found = None if cache is None else read_kept(cache, _caches)
+        return {} if found is None else dict(found.files)
+    return {}
 
 
 def _write_cache(cache: Path, entries: dict[_FileState, str]) -> None:

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
 from kvstore.block_store import BlockStore
-from kvstore.disk.check import write_durably
+from kvstore.disk.check import read_kept, write_durably
 
 logger = logging.getLogger(__name__)
 EVERY_S, CLOSE_S = 10.0, 5.0
-MAX_BYTES = 16 << 20
 T = TypeVar("T")
 FILE_NAME = "sessions-read-ahead.json"
 MAX_SESSIONS = 4096
@@ -37,26 +36,14 @@ class KeptFile(Generic[T]):
     """decoder: of the value. `found` is what an earlier process has left, or None."""
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[T], every_s: float = EVERY_S) -> None:
-        self._path = path
-        self._every_s = every_s
-        self._ready = threading.Condition()
-        self._value: T | None = None  # to be written
-        self._is_closing = False
-        self._due_s = 0.0
-        self._thread = threading.Thread(target=self._write_loop, name="kvstore-kept", daemon=True)
-        self.found: T | None = self._read(decoder)
-        self._thread.start()
-
-    def _read(self, decoder: msgspec.json.Decoder[T]) -> T | None:
+        self._path, self._every_s, self._due_s = path, every_s, 0.0
+        self._writer = ThreadPoolExecutor(1, "kvstore-kept")
+        self._last: Future[None] | None = None
+        self.found: T | None = None
         try:
-            if self._path.stat().st_size > MAX_BYTES:
-                raise ValueError("it is too large")
-            return decoder.decode(self._path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            logger.warning("%s is not used: %s", self._path, error)
-            return None
+            self.found = read_kept(path, decoder)
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not used: %s", path, error)
 
     @property
     def is_due(self) -> bool:
@@ -65,29 +52,20 @@ class KeptFile(Generic[T]):
     def keep(self, value: T) -> None:
         """Let a thread write this value over the last one. The caller must not change it afterwards."""
         self._due_s = time.monotonic() + self._every_s
-        with self._ready:
-            self._value = value
-            self._ready.notify()
+        if self._last is not None:
+            self._last.cancel()  # unless it is being written
+        self._last = self._writer.submit(self._write, value)
 
     def close(self) -> None:
         """Write what is still waiting; takes a few seconds at most."""
-        with self._ready:
-            self._is_closing = True
-            self._ready.notify()
-        self._thread.join(CLOSE_S)
+        wait([] if self._last is None else [self._last], CLOSE_S)
+        self._writer.shutdown(wait=False)
 
-    def _write_loop(self) -> None:
-        while True:
-            with self._ready:
-                while self._value is None:
-                    if self._is_closing:
-                        return
-                    self._ready.wait()
-                value, self._value = self._value, None
-            try:
-                write_durably(self._path, msgspec.json.encode(value))
-            except (OSError, ValueError, TypeError) as error:
-                logger.warning("%s was not written: %s", self._path, error)
+    def _write(self, value: T) -> None:
+        try:
+            write_durably(self._path, msgspec.json.encode(value))
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s was not written: %s", self._path, error)
 
 
 class ReadAhead:

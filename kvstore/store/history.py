@@ -10,26 +10,24 @@ learned anew.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 from msgspec import Meta
 
 from kvstore.blocks.ids import BlockId
-from kvstore.disk.check import write_durably
+from kvstore.disk.check import read_kept, write_durably
 from kvstore.policy.conversation import Answer
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 
 FILE_NAME = "policy.json"
-MAX_BYTES = 16 << 20
 FILE, OLDER_FILE = "history.jsonl", "history.1.jsonl"
 MAX_FILE_BYTES = 32 << 20  # some 200,000 requests in each of the two files
 MAX_PENDING = 1 << 16
@@ -37,22 +35,11 @@ SETTLED_S = 5.0  # a request that was only preempted would have come back by the
 MOST_RATES = 15  # so many other models' rates are remembered
 
 
-def read_learned(directory: Path) -> object:
-    """The last written content, or None if there is none. Raises OSError or ValueError."""
-    path = directory / FILE_NAME
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path} is larger than anything that was written to it")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except RecursionError as error:  # a forged file
-        raise ValueError(f"{path} is nested too deeply") from error
+class _Learned(msgspec.Struct):
+    """steering, rates: by model; states that the steering and a planner check themselves."""
 
-
-def write_learned(directory: Path, learned: object) -> None:
-    """Replace the content. Raises OSError."""
-    write_durably(directory / FILE_NAME, json.dumps(learned).encode())
+    steering: Any = None
+    rates: dict[str, Any] = {}
 
 
 class Line(msgspec.Struct, omit_defaults=True):
@@ -69,7 +56,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     after: str = ""
 
 
-_lines = msgspec.json.Decoder(Line)
+_lines, _learned = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Learned)
 
 
 def short_id(block_id: BlockId | None) -> str:
@@ -183,26 +170,22 @@ class Learned:
     def __init__(self, folder: Path | None, model: str, stats: StoreStats) -> None:
         self._folder, self._model, self._stats = folder, model, stats
         self.history = None if folder is None else History(folder)
-        self._read: dict[str, object] = {}
+        self._kept = _Learned()
         try:
-            found = None if folder is None else read_learned(folder)
-            if found is not None and not isinstance(found, dict):
-                raise ValueError("not an object")
-            self._read = found or {}
+            if folder is not None:
+                self._kept = read_kept(folder / FILE_NAME, _learned) or self._kept
         except (OSError, ValueError):
             stats.policy_file_errors += 1
-        rates = self._read.get("rates")
-        self._rates: dict[str, object] = dict(rates) if isinstance(rates, dict) else {}
 
     @property
     def steering(self) -> object:
         """The steering's state from an earlier process."""
-        return self._read.get("steering")
+        return self._kept.steering
 
     def restore(self, planner: Planner) -> None:
         """Restore the rates of this model on this machine."""
         try:
-            planner.restore(self._rates.get(self._model))
+            planner.restore(self._kept.rates.get(self._model))
         except ValueError:
             self._stats.policy_file_errors += 1
 
@@ -211,10 +194,9 @@ class Learned:
             return
         try:
             with lock:
-                self._rates.pop(self._model, None)
-                rates = dict(list(self._rates.items())[-MOST_RATES:]) | {self._model: planner.state()}
-                learned = {"steering": steering.state(), "rates": rates}
-            write_learned(self._folder, learned)
+                others = [(name, rates) for name, rates in self._kept.rates.items() if name != self._model]
+                learned = _Learned(steering.state(), dict(others[-MOST_RATES:]) | {self._model: planner.state()})
+            write_durably(self._folder / FILE_NAME, msgspec.json.encode(learned))
         except (OSError, ValueError, TypeError):
             self._stats.policy_file_errors += 1
 

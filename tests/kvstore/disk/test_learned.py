@@ -6,13 +6,24 @@ import os
 import stat
 import time
 
+import msgspec
 import pytest
 
+from kvstore.disk.check import MAX_KEPT_BYTES, read_kept, write_durably
 from kvstore.disk.directory import StoreDirectory
-from kvstore.store.history import FILE_NAME, MAX_BYTES, read_learned, write_learned
+from kvstore.store.history import FILE_NAME
 from tests.support.engines import ask, counters, greedy, open_engine, settle, tokens
 
 PROMPT = tokens(1, 100)
+ANYTHING = msgspec.json.Decoder(object)
+
+
+def read_learned(folder):
+    return read_kept(folder / FILE_NAME, ANYTHING)
+
+
+def write_learned(folder, learned):
+    write_durably(folder / FILE_NAME, json.dumps(learned).encode())
 
 
 def test_what_was_written_is_read_and_only_the_owner_may(tmp_path):
@@ -42,7 +53,7 @@ def test_what_a_crash_left_behind_is_overwritten(tmp_path):
     assert read_learned(tmp_path) == 3 and os.listdir(tmp_path) == [FILE_NAME]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b" " * (MAX_BYTES + 1)])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b" " * (MAX_KEPT_BYTES + 1)])
 def test_a_damaged_file_is_an_error_that_can_be_caught(tmp_path, content):
     (tmp_path / FILE_NAME).write_bytes(content)
     with pytest.raises(ValueError):
