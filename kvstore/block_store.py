@@ -21,7 +21,7 @@ from kvstore.config import format_size, one_of, parse_size
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
-from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.errors import ConfigError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.policy.policies import POLICIES
 from kvstore.store.host_blocks import HostBlocks, open_host_parts
@@ -284,12 +284,9 @@ class _Upkept:
         return {"model": self._owner, **nothing, **self._upkeep.stats()}
 
     def flush(self, timeout_s: float | None) -> bool:
-        parts = self.parts
-        if not parts.wait_for_flight(timeout_s) or parts.degraded is not None or parts.disk is None:
-            return False
         try:
-            parts.disk.sync()
-        except DegradedError:
+            self._upkeep.flush(timeout_s)
+        except StoreError:
             return False
         return True
 

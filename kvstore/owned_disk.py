@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from kvstore.admin.private_folder import PrivateFolder
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import Evict, Evicted, ReadResult
+from kvstore.blocks.records import ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.codec import Codec, Header, decode_header, encode_head, is_intact
 from kvstore.disk.opening import OpeningDisk
@@ -51,7 +50,7 @@ def _no_socket(error: OSError) -> StoreError:
 
 
 class OwnedDisk:
-    """Waits for the disk, then answers in `folder` until `close`. Any thread may call it.
+    """Waits for the disk, then answers in `folder` until `close`. Any thread may call it. upkeep: of the disk alone.
 
     disk, folder: closed and removed with this, also if it raises. tiers: the sizes, of which `disk` must not be 0.
     policy: of eviction. Raises StoreError.
@@ -66,7 +65,7 @@ class OwnedDisk:
             self._parts = open_host_parts(disk, self._capacity_bytes, policy, RATES_NAME, None, tenant_bytes)
             opened.callback(self._parts.close)
             self._store, self._lock = self._parts.store, self._parts.lock
-            self._upkeep = TieredUpkeep(self._parts, self._store)
+            self.upkeep = TieredUpkeep(self._parts, self._store)
             self._awaited: set[int] = set()  # tickets
             self._ended: dict[int, bool] = {}  # of these: whether they are durable
             self.path = owner_path(folder)
@@ -157,7 +156,7 @@ class OwnedDisk:
     # -- what its own process asks -----------------------------------------------------------------------------------
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
         """See `Core.forget`."""
-        return self._upkeep.forget(block_ids, timeout_s)[1]
+        return self.upkeep.forget(block_ids, timeout_s)[1]
 
     def pin(
         self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None,
@@ -166,23 +165,6 @@ class OwnedDisk:
         """See `KVConnector.pin`."""
         with self._lock:
             self._store.conversations.pin(chain, seconds, expires_s, tenant)
-
-    def evict(self, what: Evict) -> Evicted:
-        return self._upkeep.evict(what)[0]["disk"]
-
-    def verify(self, delete: bool) -> dict[str, object]:
-        return self._upkeep.verify(delete)
-
-    def compact(self, codec: str | None) -> dict[str, object]:
-        return self._upkeep.compact(codec)
-
-    def flush(self) -> None:
-        """Wait until all that was taken before is durable; the engines may go on storing. Raises DegradedError."""
-        self._upkeep.flush()
-
-    def stats(self) -> dict[str, Any]:
-        """Parts `disk`, `store` and `policy` of `Engine.stats()`, and `lost`."""
-        return self._upkeep.stats()
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most. The engines that ask must have ended, or they compute."""

@@ -295,13 +295,13 @@ class SeveralCores:
             for tier, evicted in tiers.items():
                 before = found.get(tier, Evicted())
                 found[tier] = Evicted(before.num_blocks + evicted.num_blocks, before.num_bytes + evicted.num_bytes)
-        return found if self._disk is None else {**found, "disk": self._disk.evict(what)}
+        return found if self._disk is None else {**found, **self._disk.upkeep.evict(what)[0]}
 
     def _flush(self, verb: messages.Flush) -> int:
         self.check_open()
         num_shared = self._all(verb)
         if self._disk is not None:
-            self._disk.flush()
+            self._disk.upkeep.flush()
         return max(num_shared, default=0)
 
     def _stats(self, _: messages.ReadStats) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class SeveralCores:
         answering = [{name: part for name, part in one.items() if name != "rank"} for one in each if "hbm" in one]
         if not answering:
             raise EngineClosedError("no engine answers at the moment")
-        found = total_stats(answering, None if self._disk is None else self._disk.stats())
+        found = total_stats(answering, None if self._disk is None else self._disk.upkeep.stats())
         processes = [one["process"] for one in each]
         found["process"] = {
             "state": next((one["state"] for one in processes if one["state"] != "running"), "running"),
@@ -322,10 +322,10 @@ class SeveralCores:
         return {**found, "replicas": each}
 
     def _verify(self, verb: messages.VerifyBlocks) -> dict[str, object]:
-        return {} if self._disk is None else self._disk.verify(verb.delete)
+        return {} if self._disk is None else self._disk.upkeep.verify(verb.delete)
 
     def _compact(self, verb: messages.CompactBlocks) -> dict[str, object]:
-        return {} if self._disk is None else self._disk.compact(verb.codec)
+        return {} if self._disk is None else self._disk.upkeep.compact(verb.codec)
 
 
 def _briefly(core: RemoteCore, verb: Call[R]) -> R | None:

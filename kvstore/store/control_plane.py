@@ -17,7 +17,6 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed, BelievedContents
-from kvstore.stats import StoreStats
 from kvstore.store.context import Identity, StoreContext
 from kvstore.store.deletion import Deletion
 from kvstore.store.parts import Stage
@@ -64,7 +63,6 @@ class Matcher:
     _prefetcher: Prefetcher
     _planner: Planner
     _reads: TierReads | None
-    _stats: StoreStats
     _clock: Callable[[], float]
     _may_try: bool
     _try_at: float = 0.0
@@ -191,7 +189,7 @@ class KVStore:
         believed = None if remote is None else BelievedContents(remote.tier, context.clock)
         self.stored = StoredBlocks(context, contents, reads, identity, believed)
         self.requests = Requests(cpu, self.stored, reads, stats)
-        num_disk_blocks = 0 if disk is None else disk.space.capacity_bytes // planner.block_bytes
+        num_disk_blocks = 0 if disk is None else disk.capacity_bytes // planner.block_bytes
         self.prefetcher = Prefetcher(
             cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
             reads is not None,
@@ -199,7 +197,7 @@ class KVStore:
         if remote is not None and believed is not None and reads is not None:
             self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, self.prefetcher)
             self.requests.is_asking = self.remote.is_asking
-        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, context.clock, cpu.keep)
+        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, context.clock, cpu.keep)
         self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
@@ -290,7 +288,7 @@ class KVStore:
     def _delete_state(self, block_ids: Sequence[BlockId]) -> None:
         """Delete the blocks of a state on every tier."""
         if self.disk is not None:
-            self.disk.space.delete(block_ids)
+            self.disk.delete(block_ids)
         self.cpu.forget(block_ids[0])
         if self.remote is not None:
             self.remote.delete(block_ids)

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvstore.blocks.ids import BlockId, is_quantised, with_quantised
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.memory.tier import CpuTier
 from kvstore.store.context import StoreContext
-from kvstore.store.stored import Deletions
 from kvstore.store.write_back import WriteBack
 
-
-class SharedTier(Protocol):
-    """What deletion needs of `kvstore.store.remote.RemoteBlocks`."""
-
-    deletes: Deletions
-
-    def forget(self, block_ids: Iterable[BlockId]) -> None: ...
-
-    def evicted(self, block_ids: Iterable[BlockId]) -> None: ...
+if TYPE_CHECKING:
+    from kvstore.store.remote import RemoteBlocks
 
 
 class Deletion:
@@ -32,7 +24,7 @@ class Deletion:
 
     def __init__(
         self, context: StoreContext[CpuTier], disk: WriteBack | None, block_bytes: int,
-        being_filled: Callable[[], Iterable[int]], remote: SharedTier | None = None,
+        being_filled: Callable[[], Iterable[int]], remote: RemoteBlocks | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._steering, self._stats = context.cpu, context.steering, context.stats
         self._disk, self._block_bytes, self._being_filled, self._remote = disk, block_bytes, being_filled, remote
@@ -45,13 +37,13 @@ class Deletion:
         Quantised copies go with them. They are gone from disk when `is_forgotten`. Blocks in use in the CPU tier can no
         longer be found, and are erased when released. Returns all deleted blocks.
         """
-        tiers = self._cpu if self._disk is None else self._disk.space
+        tiers = self._cpu if self._disk is None else self._disk
         doomed = [one for one in tiers.with_descendants(with_quantised(block_ids)) if self._is_meant(one)]
         self._stats.forgotten += len(doomed)
         self.to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
         self.to_erase.update(self._being_filled())
         if self._disk is not None:
-            self._disk.space.delete(doomed)
+            self._disk.delete(doomed)
         for block_id in reversed(doomed):
             self._cpu.forget(block_id)
         if self._remote is not None:
@@ -94,10 +86,10 @@ class Deletion:
         for block_id in () if what.dry_run else in_cpu:
             self._cpu.forget(block_id)
         if self._disk is not None:
-            on_disk, found["disk"] = self._disk.space.select(what)
+            on_disk, found["disk"] = self._disk.select(what)
             chosen.update(on_disk)
             if not what.dry_run:
-                self._disk.space.delete(on_disk)
+                self._disk.delete(on_disk)
         if not what.dry_run:
             self._stats.losses.note("evicted", "cpu" if self._disk is None else "disk", *chosen, why="by hand")
             if self._remote is not None:

@@ -113,7 +113,7 @@ class HostBlocks:
         """A read has failed. What is missing or damaged goes, with all that builds on it."""
         self.stats.read_failures[result.value] = self.stats.read_failures.get(result.value, 0) + 1
         if result in (ReadResult.MISSING, ReadResult.CORRUPT) and self.contains(block_id):
-            self.disk.space.delete_tree(block_id, result=result)
+            self.disk.delete_tree(block_id, result=result)
 
     def prefetch(self, chain: Sequence[BlockId]) -> None:
         """Read the last of these that is stored, and all that it builds on, into the system's page cache: head first,
@@ -208,19 +208,19 @@ class HostBlocks:
             lent.is_forgotten = True
             self._memory.forget(lent.record.block_id)
         named = frozenset(chain).union(self.disk.contents.with_descendants(chain[-1:]))
-        doomed, _ = self.disk.space.select(Evict(block_ids=named))
+        doomed, _ = self.disk.select(Evict(block_ids=named))
         self._delete(doomed)
         return len(doomed)
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
         """Delete these blocks with all that builds on them. Returns all of them; see `is_forgotten`."""
-        doomed = self.disk.space.with_descendants(with_quantised(block_ids))
+        doomed = self.disk.with_descendants(with_quantised(block_ids))
         self._delete(doomed)
         self.stats.losses.note("deleted", None, *doomed)
         return set(doomed)
 
     def _delete(self, block_ids: Sequence[BlockId]) -> None:
-        self.disk.space.delete(block_ids)
+        self.disk.delete(block_ids)
         self.steering.forget(block_ids)
         self.stats.forgotten += len(block_ids)
 
@@ -236,11 +236,11 @@ class HostBlocks:
         """Evict matching blocks, those that wait to be written too; with dry_run only count those on disk. Also returns
         their ids.
         """
-        on_disk, amount = self.disk.space.select(what)
+        on_disk, amount = self.disk.select(what)
         # What waits to be written must not lose its parent.
-        chosen = self.disk.space.with_descendants([*on_disk, *self._memory.select(what)])
+        chosen = self.disk.with_descendants([*on_disk, *self._memory.select(what)])
         if not what.dry_run:
-            self.disk.space.delete(chosen)
+            self.disk.delete(chosen)
             self.stats.losses.note("evicted", "disk", *chosen, why="by hand")
         return {"disk": amount}, frozenset(chosen)
 

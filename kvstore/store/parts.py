@@ -58,22 +58,6 @@ class StoreProgress:
             self._changed.wait_for(lambda: self.closed or self.num != seen, timeout_s)
             return self.num
 
-    def wait_until(self, is_so: Callable[[], bool], hurry: Callable[[], None], timeout_s: float | None) -> bool:
-        """Ask until it is so. Returns False after the timeout, or when the store was closed.
-
-        hurry: called before each time.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.closed:
-            seen = self.num
-            hurry()
-            if is_so():
-                return True
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            self.wait(seen, 0.05)
-        return False
-
 
 class Fence:
     """Whether what is in flight at one moment has ended, while other things come after it.
@@ -149,14 +133,21 @@ class DiskParts(Generic[S]):
         return {**self.store.as_dict(), "lost": None if self.directory is None else self.directory.loss()}
 
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Poll until the condition holds. Returns False after the timeout, or when the store was closed."""
-
-        def polled() -> bool:
+        """Poll until it is so, and let no batch of writes wait to become full. Returns False after the timeout, or when
+        the store was closed.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.progress.closed:
+            seen = self.progress.num
+            self.io.hurry()
             with self.lock:
                 self.store.poll()
-                return is_so()
-
-        return self.progress.wait_until(polled, self.io.hurry, timeout_s)
+                if is_so():
+                    return True
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            self.progress.wait(seen, 0.05)
+        return False
 
     def wait_for_flight(self, timeout_s: float | None) -> bool:
         """Wait until all that is in flight now has ended, or the disk cannot be written. Returns False after the

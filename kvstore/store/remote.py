@@ -219,7 +219,7 @@ class RemoteBlocks:
             self.contents.lose([block_id])
             gone = self._reads.fail(done, self._stats.remote_read_failures)
             if gone is not None and self._disk is not None:  # blocks read behind it may already be there
-                self._disk.space.delete_tree(block_id, gone)
+                self._disk.delete_tree(block_id, gone)
             cause = "remote_away" if self.contents.is_away(block_id) else done.result.lost_by
             self._stats.losses.note(cause, self.contents.name, block_id, why=done.result.value)
         self._cpu.release(arena_block)

@@ -46,13 +46,16 @@ class TieredUpkeep:
         with self._parts.lock:
             return remote.num_shared(chain)
 
-    def flush(self) -> None:
+    def flush(self, timeout_s: float | None = None) -> None:
+        """See `Upkeep`. timeout_s: raises StoreError if it takes longer."""
         parts = self._parts
-        parts.wait_for_flight(None)
+        has_ended = parts.wait_for_flight(timeout_s)
         if parts.progress.closed:
             raise StoreError("the store was closed; what was not on disk by then is computed again")
         if parts.degraded is not None:
             raise DegradedError(f"the disk tier cannot write: {parts.degraded}; what is in memory is kept and retried")
+        if not has_ended:
+            raise StoreError(f"what is written is not on disk after {timeout_s:g} s")
         if parts.disk is not None:
             parts.disk.sync()
 
@@ -63,7 +66,7 @@ class TieredUpkeep:
         if delete and report.bad_ids:
             with self._parts.lock:
                 for block_id in report.bad_ids:
-                    self._parts.store.disk.space.delete_tree(block_id)
+                    self._parts.store.disk.delete_tree(block_id)
         return report.as_dict()
 
     def compact(self, codec: str | None = None) -> dict[str, object]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -26,10 +25,8 @@ from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import TenantBytes
 from kvstore.disk.opening import OpenDisk
-from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.policy.conversation import Conversation
-from kvstore.stats import StoreStats
 from kvstore.store.context import StoreContext
 from kvstore.store.stored import Deletions, DiskContents, TierReads
 from kvstore.tiers.port import ReadDone, WriteDone, WriteJob
@@ -173,95 +170,6 @@ class MemoryTier(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class DiskSpace:
-    _disk: DiskTier
-    _cpu: MemoryTier
-    _contents: DiskContents
-    _stats: StoreStats
-
-    @property
-    def capacity_bytes(self) -> int:
-        """How large the file may become."""
-        return self._disk.file.capacity_bytes
-
-    def delete(self, block_ids: Sequence[BlockId]) -> None:
-        """Delete blocks from the disk and the CPU tier. Holders of arena blocks keep them."""
-        for block_id in reversed(block_ids):
-            self._cpu.forget(block_id)
-        self._delete(block_ids)
-
-    def delete_written(self, block_id: BlockId) -> None:
-        """Delete a block that was written although its arena block was given up. A newer copy in the CPU tier stays."""
-        self._delete([block_id])
-
-    def _delete(self, block_ids: Sequence[BlockId]) -> None:
-        sizes = [self._contents.remove(block_id) for block_id in block_ids]
-        self._stats.disk_removals += len(sizes) - sizes.count(None)
-        self._submit([(block_id, size or 0) for block_id, size in zip(block_ids, sizes, strict=True)])
-
-    def _submit(self, blocks: Sequence[tuple[BlockId, int]]) -> None:
-        """Submit deletions of these blocks, given with their sizes. They are no longer in the index."""
-        for block_id, size in reversed(blocks):
-            self._contents.leaves(block_id, size)
-        self._contents.removing.pump()
-
-    def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
-        """These and all that builds on them, on disk or in the CPU tier, parents before children."""
-        return self._cpu.with_descendants(self._contents.with_descendants(block_ids))
-
-    def delete_tree(
-        self, block_id: BlockId, gone: Sequence[BlockId] = (), result: ReadResult = ReadResult.CORRUPT
-    ) -> None:
-        """Delete a lost block and all that was computed after it, as nobody could use that.
-
-        gone: what the CPU tier had below it until now. result: of the read that found out.
-        """
-        lost = self.with_descendants([block_id, *gone])
-        self._stats.losses.note(result.lost_by, "disk", *lost, why=result.value)
-        self.delete(lost)
-
-    def begin_anew(self) -> None:
-        """Start again after the file was set aside. Drop the CPU tier's blocks whose parents were only on disk, as
-        nobody can use them.
-        """
-        lost = [one for one in self._cpu.absent_parents() if one in self._contents.index]
-        for block_id in self._cpu.with_descendants(lost):
-            self._cpu.forget(block_id)
-        self._contents.begin_anew()
-
-    def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
-        """Evict, in order, until this much more may be written. Returns False if that must wait.
-
-        num_queued_bytes: how much of it the writer already has.
-        """
-        excess = self._disk.file.excess_bytes(incoming_bytes) - self._contents.removing.num_bytes
-        if excess <= 0:
-            return True
-        has_evicted = self.evict(excess)
-        # Their pages become usable after the next transactions. Half of the space above the watermark bridges that.
-        slack = (1 - WATERMARK) * self._disk.file.capacity_bytes / 2
-        return has_evicted and (excess <= slack or not num_queued_bytes)
-
-    def evict(self, num_bytes: int) -> bool:
-        """Evict at least this much, in order. Returns False if nothing can be evicted."""
-        victims = self._contents.index.take_victims(num_bytes, self._cpu.is_needed)
-        self._stats.disk_evictions += len(victims)
-        self._stats.losses.note("evicted", "disk", *(entry.block_id for entry in victims))
-        for entry in reversed(victims):
-            self._cpu.forget(entry.block_id)
-        self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])
-        return bool(victims)
-
-    def select(self, what: Evict) -> tuple[list[BlockId], Evicted]:
-        """Matching blocks on disk, tails first, and their size. Blocks in use stay, unless they are named."""
-        index = self._contents.index
-        named = what.everything or what.block_ids is not None
-        chosen = index.select(what) if named else index.select(what, self._cpu.is_needed)
-        entries = [index.get(block_id) for block_id in chosen]
-        return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))
-
-
 class WriteBack:
     """tier: the disk's. tenant_bytes: how much one tenant's blocks may take. health: of writes; a damaged file is put
     aside before it is written to again.
@@ -272,11 +180,10 @@ class WriteBack:
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
-        self._cpu, self._stats, self._clock = cpu, stats, clock = context.cpu, context.stats, context.clock
+        self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
         self._tenant_bytes = tenant_bytes
-        self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, clock, holdings)
-        self.queue = WriteQueue(tier, context.view, cpu.parents_in_flight, self.contents.quantises)
-        self.space = DiskSpace(disk, cpu, self.contents, stats)
+        self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, context.clock, holdings)
+        self.queue = WriteQueue(tier, context.view, context.cpu.parents_in_flight, self.contents.quantises)
         self.health = tier.health
         self._num_full = 0
         self._stuck_since_s: float | None = None
@@ -291,7 +198,7 @@ class WriteBack:
             block_id, gone = done.job.record.block_id, reads.fail(done, self._stats.read_failures)
             is_lost = done.result in (ReadResult.MISSING, ReadResult.CORRUPT) or not self.contents.contains(block_id)
             if is_lost and gone is not None:  # a quarantine may have come in between
-                self.space.delete_tree(block_id, gone, done.result)
+                self.delete_tree(block_id, gone, done.result)
             elif not is_lost:
                 why = done.result.value
                 self._stats.losses.note(done.result.lost_by, "disk", block_id, why=why)
@@ -329,7 +236,7 @@ class WriteBack:
             self._stats.refused_writes += 1
             self._refuse_first(own, "its tenant has on disk what it may have")
             return True
-        if not self.space.make_room(self.queue.bytes.total + size, self.queue.bytes.total):
+        if not self.make_room(self.queue.bytes.total + size, self.queue.bytes.total):
             if self.queue.bytes.total or self.contents.removing:
                 return False
             if len(self.contents.index):
@@ -402,7 +309,7 @@ class WriteBack:
             self._stats.written += 1
             self.contents.written(record, stored.num_bytes, self._cpu.conversation(arena_block))
             if not self._cpu.is_current(arena_block) and not self.queue.has_submitted(record.block_id):
-                self.space.delete_written(record.block_id)  # deleted while it was being written, and no newer copy is
+                self._delete([record.block_id])  # deleted while it was being written, and no newer copy is
             own = self._cpu.record(arena_block)
             assert own is not None
             self.queue.remove(own)
@@ -415,6 +322,75 @@ class WriteBack:
             assert record is not None
             self._refuse_first(record, "its memory was wanted back")
 
+    # -- what leaves the disk ----------------------------------------------------------------------------------------
+    @property
+    def capacity_bytes(self) -> int:
+        """How large the file may become."""
+        return self._disk.file.capacity_bytes
+
+    def delete(self, block_ids: Sequence[BlockId]) -> None:
+        """Delete blocks from the disk and the CPU tier. Holders of arena blocks keep them."""
+        for block_id in reversed(block_ids):
+            self._cpu.forget(block_id)
+        self._delete(block_ids)
+
+    def _delete(self, block_ids: Sequence[BlockId]) -> None:
+        sizes = [self.contents.remove(block_id) for block_id in block_ids]
+        self._stats.disk_removals += len(sizes) - sizes.count(None)
+        self._submit([(block_id, size or 0) for block_id, size in zip(block_ids, sizes, strict=True)])
+
+    def _submit(self, blocks: Sequence[tuple[BlockId, int]]) -> None:
+        """Submit deletions of these blocks, given with their sizes. They are no longer in the index."""
+        for block_id, size in reversed(blocks):
+            self.contents.leaves(block_id, size)
+        self.contents.removing.pump()
+
+    def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """These and all that builds on them, on disk or in the CPU tier, parents before children."""
+        return self._cpu.with_descendants(self.contents.with_descendants(block_ids))
+
+    def delete_tree(
+        self, block_id: BlockId, gone: Sequence[BlockId] = (), result: ReadResult = ReadResult.CORRUPT
+    ) -> None:
+        """Delete a lost block and all that was computed after it, as nobody could use that.
+
+        gone: what the CPU tier had below it until now. result: of the read that found out.
+        """
+        lost = self.with_descendants([block_id, *gone])
+        self._stats.losses.note(result.lost_by, "disk", *lost, why=result.value)
+        self.delete(lost)
+
+    def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
+        """Evict, in order, until this much more may be written. Returns False if that must wait.
+
+        num_queued_bytes: how much of it the writer already has.
+        """
+        excess = self._disk.file.excess_bytes(incoming_bytes) - self.contents.removing.num_bytes
+        if excess <= 0:
+            return True
+        has_evicted = self.evict(excess)
+        # Their pages become usable after the next transactions. Half of the space above the watermark bridges that.
+        slack = (1 - WATERMARK) * self._disk.file.capacity_bytes / 2
+        return has_evicted and (excess <= slack or not num_queued_bytes)
+
+    def evict(self, num_bytes: int) -> bool:
+        """Evict at least this much, in order. Returns False if nothing can be evicted."""
+        victims = self.contents.index.take_victims(num_bytes, self._cpu.is_needed)
+        self._stats.disk_evictions += len(victims)
+        self._stats.losses.note("evicted", "disk", *(entry.block_id for entry in victims))
+        for entry in reversed(victims):
+            self._cpu.forget(entry.block_id)
+        self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])
+        return bool(victims)
+
+    def select(self, what: Evict) -> tuple[list[BlockId], Evicted]:
+        """Matching blocks on disk, tails first, and their size. Blocks in use stay, unless they are named."""
+        index = self.contents.index
+        named = what.everything or what.block_ids is not None
+        chosen = index.select(what) if named else index.select(what, self._cpu.is_needed)
+        entries = [index.get(block_id) for block_id in chosen]
+        return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))
+
     # -- failures ----------------------------------------------------------------------------------------------------
     def _writes_failed(self, jobs: Sequence[WriteJob], error: str) -> None:
         """Keep the blocks dirty, and try again later, deletions too, after a longer while each time."""
@@ -423,7 +399,7 @@ class WriteBack:
         if error == WriteError.MAP_FULL and self._num_full < MAX_FULL:
             # There is room, but in pieces that are too small, or only free after another transaction or two.
             self._num_full += 1
-            self.space.evict(sum(self.queue.file_bytes(job.handle) for job in jobs))
+            self.evict(sum(self.queue.file_bytes(job.handle) for job in jobs))
             self.contents.removing.pump()
         elif error != WriteError.BROKEN:  # such a file is put aside at once
             self.health.failed(error)
@@ -439,12 +415,19 @@ class WriteBack:
             self.health.failed(str(error))
             return False
         self.health.succeeded()
-        self.space.begin_anew()
+        self._forget_tails()
+        self.contents.begin_anew()
         self.queue.doubt_submitted()
         known = self.queue.in_flight()
         for one in self._cpu.hold_all_but(known):  # parents first: if this stops half-way, none lacks its parent
             self.add_dirty(one)
         return True
+
+    def _forget_tails(self) -> None:
+        """Drop the CPU tier's blocks whose parents were only on disk, as nobody can use them."""
+        lost = [one for one in self._cpu.absent_parents() if one in self.contents.index]
+        for block_id in self._cpu.with_descendants(lost):
+            self._cpu.forget(block_id)
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def cannot_delete(self, block_ids: set[BlockId]) -> bool:

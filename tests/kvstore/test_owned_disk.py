@@ -74,7 +74,7 @@ def test_blocks_come_back_after_a_restart(tmp_path):
         assert session.ask(made.chain) == [True] * 50
         for reads in (made.reads(), large.reads(size=1 << 20)):
             assert set(session.read(reads)) == {ReadResult.OK} and are_right(reads)
-        assert disk.stats()["store"]["read"] == 56
+        assert disk.upkeep.stats()["store"]["read"] == 56
     with StoreDirectory.open(tmp_path / "store") as directory:
         tier = DiskTier(directory, CAPACITY)  # as an engine with a disk of its own sees it
         into = memoryview(bytearray(SIZE))
@@ -94,7 +94,7 @@ def test_several_engines_at_once(disk):
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(one, chains))
-    assert disk.stats()["disk"]["blocks"] == 180
+    assert disk.upkeep.stats()["disk"]["blocks"] == 180
 
 
 def test_a_block_without_the_one_before_it_is_refused(session):
@@ -145,7 +145,7 @@ def test_deleted_blocks_are_gone_with_all_that_builds_on_them(disk, session):
     session.write(WriteBatch(deletes=tuple(made.chain.ids[5:6])))
     assert session.ask(made.chain) == [True] * 5 + [False] * 15
     assert session.read(made.reads(4, 6)) == [ReadResult.OK, ReadResult.MISSING]
-    assert disk.evict(Evict(everything=True)).num_blocks == 5
+    assert disk.upkeep.evict(Evict(everything=True))[0]["disk"].num_blocks == 5
     assert session.ask(made.chain) == [False] * 20
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_block_is_never_served_and_is_stored_again(tmp_path):
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
         assert session.read(made.reads(2, 5)) == [ReadResult.OK, ReadResult.MISSING, ReadResult.MISSING]
         assert session.ask(made.chain) == [True] * 3 + [False] * 5, "what builds on it went, too"
-        assert disk.stats()["store"]["read_failures"] == {"corrupt": 1}
+        assert disk.upkeep.stats()["store"]["read_failures"] == {"corrupt": 1}
         assert all(result.error is None for result in session.write(made.batch()).stored)
         assert set(session.read(made.reads())) == {ReadResult.OK}
 
@@ -199,7 +199,7 @@ def test_a_tenant_has_no_more_than_its_part(tmp_path):
         owned = [msgspec.structs.replace(record, tenant="anna") for record in made.records]
         jobs = tuple(replace(job, record=record) for job, record in zip(made.jobs(), owned, strict=True))
         stored = sum(result.error is None for result in session.write(WriteBatch(jobs, chain=made.chain)).stored)
-        assert 0 < stored <= 10 and disk.stats()["store"]["refused_writes"] > 0
+        assert 0 < stored <= 10 and disk.upkeep.stats()["store"]["refused_writes"] > 0
         other = make_chain(8, seed=500)  # of another tenant
         assert [result.error for result in session.write(other.batch()).stored] == [None] * 8
 
@@ -224,7 +224,7 @@ def test_ids_of_another_length_are_refused_and_harm_nobody(disk, session):
             with RespClient(RedisAddress(disk.path), TIMEOUT_S) as client, pytest.raises(RemoteError, match="32 bytes"):
                 client.call(command, b"x" * length)
     assert all(result.error is None for result in session.write(made.batch()).stored)
-    assert disk.stats()["disk"]["failures"] == {}
+    assert disk.upkeep.stats()["disk"]["failures"] == {}
 
 
 def test_a_thread_that_cannot_be_started_costs_one_connection(disk, session):
@@ -252,8 +252,8 @@ def test_a_flush_waits_for_what_was_taken(disk, tmp_path):
 
     with ThreadPoolExecutor(2) as threads, writer_held_up(blocks) as let_go:
         stored = threads.submit(store)
-        wait_until(lambda: disk.stats()["disk"]["queued_write_bytes"] > 0, "the write")
-        flushed = threads.submit(disk.flush)
+        wait_until(lambda: disk.upkeep.stats()["disk"]["queued_write_bytes"] > 0, "the write")
+        flushed = threads.submit(disk.upkeep.flush)
         assert not wait([flushed], 0.2).done, "it cannot be durable yet"
         let_go()
         flushed.result(TIMEOUT_S)

@@ -288,7 +288,7 @@ def test_evicted_from_disk(model, tmp_path):
         chat = begun(engine)
         evict_hbm(engine)
         with engine.connector.parts.lock:
-            assert engine.connector.parts.store.disk.space.evict(1 << 30)
+            assert engine.connector.parts.store.disk.evict(1 << 30)
         lost(chat, "evicted", "disk")
         settle(engine)
         engine.admin.evict(Evict(everything=True))

@@ -93,7 +93,7 @@ def test_a_session_and_a_response_name_their_misses(server):
     evict_cpu(server.engine)
     evict_hbm(server.engine)
     with server.engine.connector.parts.lock:
-        server.engine.connector.parts.store.disk.space.evict(1 << 30)
+        server.engine.connector.parts.store.disk.evict(1 << 30)
     body = {"input": "Go on.", "previous_response_id": response["id"], "max_output_tokens": 6}
     reply = server.post("/v1/responses", body)
     miss = reply.json()["usage"]["input_tokens_details"]["miss"]

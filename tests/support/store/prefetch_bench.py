@@ -87,7 +87,7 @@ class Bench:
             self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000,
             self.refreshed.append,
         )  # fmt: skip
-        self.matcher = Matcher(self.requests, self.prefetcher, self.planner, self.reads, self.stats, lambda: 0.0, True)
+        self.matcher = Matcher(self.requests, self.prefetcher, self.planner, self.reads, lambda: 0.0, True)
         self.num_made = 0
 
     def request(self, num_blocks: int, sequence: int | None = None, priority: int = 0, stored: bool = True) -> Tracked:
