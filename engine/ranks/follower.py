@@ -36,7 +36,8 @@ from kvstore.engine.ranks.wire import (
     decode_to_rank,
 )
 from kvstore.memory.layout import OwnPart
-from kvstore.memory.rank import FarTransfer, RankTransfer, rank_transfer
+from kvstore.memory.rank import FarTransfer, rank_transfer
+from kvstore.memory.ranked import DataPlane
 
 
 def follow(start: Start, heart: Heart, channel: Channel) -> int:
@@ -83,7 +84,7 @@ class Follower:
         num_blocks, _ = num_hbm_blocks(self._model, limits, config.tiers.hbm, False, has_store, config.num_processes)
         num_blocks = part.least(num_blocks)
         self._caches = self._model.new_caches(num_blocks, config.block_size)
-        self._transfer: RankTransfer | FarTransfer | None = None
+        self._transfer: DataPlane | FarTransfer | None = None
         self._moves: Moves | None = None  # of the last step
         opened = self._next()
         if opened is None:  # the first rank could not start

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import lmdb
@@ -36,14 +35,6 @@ DELETE_BATCH = 4096
 Put = tuple[BlockRecord, memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOutcome:
-    """How a transaction ended: bytes on disk of each put, in order, or why it failed."""
-
-    stored_bytes: tuple[int, ...] = ()
-    error: WriteError | None = None
-
-
 class DiskSession:
     """See `TierSession`. Nothing raises. The tier is closed by who has opened it."""
 
@@ -59,14 +50,9 @@ class DiskSession:
     def write(self, batch: WriteBatch) -> Written:
         found = [(job.record, job.fetch()) for job in batch.jobs]
         puts = [(record, view) for record, view in found if view is not None]
-        outcome = self._tier.write(puts, batch.deletes, batch.touched)
-        if outcome.error is not None:
-            return Written(error=outcome.error)
-        sizes = iter(outcome.stored_bytes)
-        return Written([
-            Stored(record.block_id, GONE) if view is None else Stored(record.block_id, None, next(sizes))
-            for record, view in found
-        ])  # fmt: skip
+        written = self._tier.write(puts, batch.deletes, batch.touched)
+        gone = [Stored(record.block_id, GONE) for record, view in found if view is None]
+        return Written([*written.stored, *gone], written.error)
 
     def ping(self) -> None:
         """It is always there."""
@@ -117,7 +103,7 @@ class DiskTier:
     # -- writing -----------------------------------------------------------------------------------------------------
     def write(
         self, puts: Sequence[Put], deletes: Sequence[BlockId] = (), touched: Mapping[BlockId, float] | None = None
-    ) -> WriteOutcome:
+    ) -> Written:
         """Write one transaction, durable on return, or nothing of it.
 
         From one thread. touched: times of last use. When the map is full, the deletes are tried alone first, to make
@@ -135,40 +121,41 @@ class DiskTier:
             self.counts.failed(f"write: {outcome.error}")
         return outcome
 
-    def _write(self, puts: Sequence[Put], deletes: Sequence[BlockId], touched: Mapping[BlockId, float]) -> WriteOutcome:
+    def _write(self, puts: Sequence[Put], deletes: Sequence[BlockId], touched: Mapping[BlockId, float]) -> Written:
         started = time.perf_counter()
         with self.file as tables:
             if tables is None:
-                return WriteOutcome(error=WriteError.BROKEN if self.file.broken else WriteError.CLOSED)
+                return Written(error=WriteError.BROKEN if self.file.broken else WriteError.CLOSED)
             try:
                 if puts and not self.file.has_space(tables, sum(view.nbytes for _, view in puts)):
-                    return WriteOutcome(error=WriteError.NO_SPACE)
+                    return Written(error=WriteError.NO_SPACE)
                 with tables.env.begin(write=True) as txn:
                     _delete_and_touch(txn, tables, deletes, touched)
-                    stored = tuple(self._put(txn, tables, *put) for put in puts)
+                    stored = [self._put(txn, tables, *put) for put in puts]
                     used_bytes = disk_format.used_bytes(txn, tables)
                 self.file.note_space(tables, used_bytes)
             except lmdb.PanicError:
                 pass
             except WORLD_ERRORS as error:
                 self.file.note(error)
-                return WriteOutcome(error=WriteError.BROKEN if self.file.broken else self._name(error))
+                return Written(error=WriteError.BROKEN if self.file.broken else self._name(error))
             else:
                 seconds = max(time.perf_counter() - started, 1e-9)
                 self.counts.add(writes=len(puts), write_seconds=seconds)
-                if sum(stored) >= RATE_MIN_BYTES:  # fewer say nothing
-                    self.counts.add(write_bytes_per_s=sum(stored) / seconds)
-                return WriteOutcome(stored)
+                num_bytes = sum(one.num_bytes for one in stored)
+                if num_bytes >= RATE_MIN_BYTES:  # fewer say nothing
+                    self.counts.add(write_bytes_per_s=num_bytes / seconds)
+                return Written(stored)
         self.file.recover()
-        return WriteOutcome(error=WriteError.IO)
+        return Written(error=WriteError.IO)
 
-    def _put(self, txn: lmdb.Transaction, tables: Tables, record: BlockRecord, view: memoryview) -> int:
-        """Put a block. Returns its size in the file."""
+    def _put(self, txn: lmdb.Transaction, tables: Tables, record: BlockRecord, view: memoryview) -> Stored:
+        """Put a block."""
         value = codec.encode(record, view, codec.CODECS[self.codec], self.itemsize)
         txn.put(record.block_id, value, db=tables.values)
         size = disk_format.footprint(len(value), tables.page_bytes)
         txn.put(record.block_id, disk_format.pack_index(record, size, self._clock()), db=tables.index)
-        return size
+        return Stored(record.block_id, None, size)
 
     def _make_writable(self) -> None:
         try:

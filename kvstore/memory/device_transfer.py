@@ -226,7 +226,7 @@ class DeviceTransfer:
         except RuntimeError:
             return None
 
-    def wait_for_layer(self, layer: int) -> None:
+    def wait_for_layer_load(self, layer: int) -> None:
         """Order the computation after the loads of this layer, and launch those of a later one."""
         if self._load is None:
             return
@@ -234,7 +234,7 @@ class DeviceTransfer:
         if layer < len(self._load.landed):
             self._streams.wait(Queue.COMPUTE, self._load.landed[layer])
 
-    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         """Save a step's raw keys and values, [num_tokens, num_kv_heads, head_dim]. Nobody changes them later."""
         step = self._save
         if step is None or step.failed:
@@ -274,7 +274,7 @@ class DeviceTransfer:
     def end(self, succeeded: bool = True) -> SaveFence | None:
         """The forward has ended: hand over the rest of its saves. If it has not succeeded, none of them counts.
 
-        Returns a fence that orders the next write to tensors that were given to `save_layer`; None if nothing was
+        Returns a fence that orders the next write to tensors that were given to `save_kv_layer`; None if nothing was
         saved. After a failure it waits: the blocks of the step may be given to others at once, and failed loads are
         known.
         """

@@ -21,31 +21,15 @@ LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
 
 def rank_transfer(
     layout: KVLayout, descriptor: int, device: torch.device, on_progress: Callable[[], None]
-) -> RankTransfer:
-    """For a share of the first rank's arena. descriptor: of its memory, whose size the first rank has set. on_progress:
-    on CUDA, called in a thread of its own when loads or saves have ended.
+) -> DataPlane:
+    """Moves KV of a share of the first rank's arena. descriptor: of its memory, whose size the first rank has set.
+    on_progress: on CUDA, called in a thread of its own when loads or saves have ended.
     """
     num_arena_blocks = os.fstat(descriptor).st_size // layout.block_bytes
     if device.type == "cuda":
         arena = Arena(layout, num_arena_blocks, pin=True, descriptor=descriptor)
-        return RankTransfer(DeviceTransfer(arena, CudaStreams(device), on_progress))
-    return RankTransfer(Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor)))
-
-
-class RankTransfer:
-    """The worker side of a connector, for a forward, and what a step tells it."""
-
-    def __init__(self, own: DataPlane) -> None:
-        self._own = own
-        self.register = own.register
-        self.wait_for_layer_load = own.wait_for_layer
-        self.save_kv_layer = own.save_layer
-        self.begin = own.begin
-        self.completed = own.completed
-
-    def end(self) -> None:
-        """The forward has ended. On a CPU its loads and saves have ended with it; `completed` tells how, once."""
-        self._own.end()
+        return DeviceTransfer(arena, CudaStreams(device), on_progress)
+    return Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor))
 
 
 class FarTransfer:
@@ -79,10 +63,10 @@ class FarTransfer:
         self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        self._own.wait_for_layer(layer)
+        self._own.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
-        self._own.save_layer(layer, raw_key, value)
+        self._own.save_kv_layer(layer, raw_key, value)
 
     def end(self) -> None:
         """The forward has ended, and its loads and saves with it."""

@@ -75,9 +75,9 @@ class DataPlane(Protocol):
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
 
-    def wait_for_layer(self, layer: int) -> None: ...
+    def wait_for_layer_load(self, layer: int) -> None: ...
 
-    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
 
     def end(self, succeeded: bool = True) -> SaveFence | None: ...
 
@@ -109,8 +109,8 @@ class RankedTransfer:
     def __post_init__(self) -> None:
         self.load_seconds = self.own.load_seconds
         self.register, self.save_states = self.own.register, self.own.save_states
-        self.wait_for_layer = self.own.wait_for_layer
-        self.save_layer = self.own.save_layer
+        self.wait_for_layer_load = self.own.wait_for_layer_load
+        self.save_kv_layer = self.own.save_kv_layer
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         self.own.begin(plan, row_starts)

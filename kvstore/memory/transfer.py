@@ -304,7 +304,7 @@ class Transfer:
             succeeded = True
         self._done.append(Transferred(plan.ticket, False, succeeded))
 
-    def wait_for_layer(self, layer: int) -> None:
+    def wait_for_layer_load(self, layer: int) -> None:
         """Returns when this layer's blocks are in HBM, or its step's loads have failed.
 
         Loads them just before their attention, which then finds them in the cores' caches.
@@ -328,7 +328,7 @@ class Transfer:
             job.failed = True
         job.seconds += time.perf_counter() - started
 
-    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         """Raw keys and values of the step's tokens, [num_tokens, num_kv_heads, head_dim], which nobody writes again."""
         step = self._save
         if step is None:

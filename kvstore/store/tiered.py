@@ -55,8 +55,8 @@ class TieredConnector:
         self.holdings = parts.holdings
         self.hbm_losses: Losses | None = None
         self.register_kv_caches = parts.transfer.register
-        self.wait_for_layer_load = parts.transfer.wait_for_layer
-        self.save_kv_layer = parts.transfer.save_layer
+        self.wait_for_layer_load = parts.transfer.wait_for_layer_load
+        self.save_kv_layer = parts.transfer.save_kv_layer
         self._num_seen = 0
         self._closed = False
         self._housekeeper = Housekeeper(parts)

@@ -20,10 +20,10 @@ from kvstore.blocks.records import BlockRecord, ReadResult, StatePiece, Transfer
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import IndexEntry
-from kvstore.disk.tier import DiskSession, WriteOutcome
+from kvstore.disk.tier import DiskSession
 from kvstore.errors import StoreError
 from kvstore.memory.tier import ArenaBlockState, CpuTier
-from kvstore.tiers.port import Keeps, ReadJob, WriteBatch
+from kvstore.tiers.port import Keeps, ReadJob, Stored, WriteBatch, Written
 from kvstore.tiers.queues import Lane, Reads
 from kvstore.tiers.worker import TierWorker, WorkerLimits
 from tests.simulation.parts import (
@@ -131,10 +131,10 @@ class Disk:
 
     def write(
         self, puts: Sequence[tuple[BlockRecord, memoryview]], deletes: Iterable[BlockId], touched: dict[BlockId, float]
-    ) -> WriteOutcome:
+    ) -> Written:
         if (error := self._write_error(puts)) is not None:
             self.counts[f"write error: {error}"] += 1
-            return WriteOutcome(error=error)
+            return Written(error=error)
         freed = 0
         for block_id in deletes:
             if (gone := self.platter.values.pop(block_id, None)) is not None:
@@ -148,7 +148,7 @@ class Disk:
             self._put(record, bytes(view))
         self._freed.append(freed)
         self.counts["blocks written"] += len(puts)
-        return WriteOutcome(tuple(stored_bytes(view) for _, view in puts))
+        return Written([Stored(record.block_id, None, stored_bytes(view)) for record, view in puts])
 
     def _write_error(self, puts: Sequence[tuple[BlockRecord, memoryview]]) -> WriteError | None:
         if self.broken:
@@ -363,7 +363,7 @@ class Transfers:
         self.counts["loads planned"] += len(plan.loads) + len(plan.states)
         self.counts["states planned"] += len(plan.states)
 
-    def wait_for_layer(self, layer: int) -> None:
+    def wait_for_layer_load(self, layer: int) -> None:
         """The whole model is one layer."""
         if self._plan is None or self._loads_end_s is None:
             return
@@ -409,14 +409,14 @@ class Transfers:
             return window_part(self.windows().contents[piece.row], piece.index)
         return state_content(self.states[piece.row], piece.index, self.arena.size)
 
-    def save_layer(self, layer: int, tokens: bytes, _: None) -> None:
+    def save_kv_layer(self, layer: int, tokens: bytes, _: None) -> None:
         """tokens: KV of the step's tokens, side by side."""
         self._tokens = tokens
 
     def end(self, succeeded: bool = True) -> None:
         if self._plan is None:
             return
-        self.wait_for_layer(0)
+        self.wait_for_layer_load(0)
         plan, self._plan = self._plan, None
         if not plan.saves:
             return

@@ -32,7 +32,6 @@ from kvstore.engine.core.step_loop import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.rank import RankTransfer
 from kvstore.memory.streams import CudaStreams, Queue, Streams
 from kvstore.memory.transfer import Arena
 from kvstore.store import assembly
@@ -169,24 +168,23 @@ class OtherRank:
             replace(layout, own_heads=slice(1, 2)), ARENA_BLOCKS, device.type == "cuda", self.arena_descriptor
         )
         self.transfer = DeviceTransfer(arena, self.streams, self._tell, PACE)
-        self._own = RankTransfer(self.transfer)
-        self.register_kv_caches, self.save_kv_layer = self._own.register, self._own.save_kv_layer
-        self.wait_for_layer_load = self._own.wait_for_layer_load
+        self.register_kv_caches, self.save_kv_layer = self.transfer.register, self.transfer.save_kv_layer
+        self.wait_for_layer_load = self.transfer.wait_for_layer_load
         self.model = KnownModel(self.streams, device, self, slice(1, 2))
 
     def compute(self, slots: list[int], keys: list[int], readings: list[tuple[list[int], list[int]]]) -> None:
         step, self._step = self._step, None
         if step is not None:
-            self._own.begin(*step)
+            self.transfer.begin(*step)
         self.model.forward(slots, keys, readings, is_static=False)
 
     def wait_for_save(self) -> None:
-        self._own.end()
+        self.transfer.end()
         self._tell()
 
     def _tell(self) -> None:
         with self._has_told:
-            self._told += self._own.completed()
+            self._told += self.transfer.completed()
             self._has_told.notify_all()
 
     # -- what the first rank's store asks ----------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_a_full_map_is_an_error_once_and_not_for_ever(store):
         outcome = tier.write([put(i) for i in range(number, number + 8)])
         number += 8
         assert number < 2000
-    assert outcome.error is WriteError.MAP_FULL and outcome.stored_bytes == ()
+    assert outcome.error is WriteError.MAP_FULL and not outcome.stored
     assert present(tier, range(number)) == list(range(number - 8))
     write(tier, [], deletes=range(number // 2))
     write(tier, [5000])

@@ -62,8 +62,8 @@ class Part(SmallArena):
 
     def forward(self, layers=range(NUM_LAYERS)):
         for layer in layers:
-            self.transfer.save_layer(layer, *self.step[layer])
-            self.transfer.wait_for_layer(layer)
+            self.transfer.save_kv_layer(layer, *self.step[layer])
+            self.transfer.wait_for_layer_load(layer)
 
     def settled(self, count=2):
         """The outcomes once so many have come; whoever waits is woken for each."""
@@ -149,7 +149,7 @@ def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape):
     tape.transfer.pace = Pace(layers_ahead=2)
     tape.begin(saves=())
     assert tape.streams.log.count("launch load") == 1
-    tape.transfer.wait_for_layer(0)
+    tape.transfer.wait_for_layer_load(0)
     assert tape.streams.log[-3:] == ["launch load", "record load", "compute waits for load"]
     tape.forward()
     tape.transfer.end()
@@ -360,7 +360,7 @@ def test_a_device_that_fails_ends_everything(part, place):
     part.begin()
     part.forward(range(1))
     part.streams.launch(place, fail)
-    part.transfer.save_layer(1, *part.step[1])
+    part.transfer.save_kv_layer(1, *part.step[1])
     saved = weakref.ref(part.step.pop(1)[0])
     with pytest.raises(RuntimeError, match="device has failed"):
         part.streams.synchronize()

@@ -10,8 +10,8 @@ from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.errors import EngineDiedError
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.rank import RankTransfer, rank_transfer
-from kvstore.memory.ranked import RankedTransfer
+from kvstore.memory.rank import rank_transfer
+from kvstore.memory.ranked import DataPlane, RankedTransfer
 from kvstore.memory.streams import Queue
 from kvstore.memory.transfer import Arena, Transfer
 from tests.support.arenas import alike, whole
@@ -32,7 +32,7 @@ class OtherRank:
     def __init__(self, descriptor: int) -> None:
         self.arena_descriptor = descriptor
         self.loss: str | None = None
-        self.own: RankTransfer | None = None
+        self.own: DataPlane | None = None
         self.told: list[Transferred] = []
         self.plan: TransferPlan | None = None
         self.on_wait = lambda: None
@@ -91,7 +91,7 @@ def test_a_block_is_whole_when_both_have_saved_their_heads_and_each_loads_its_ow
     other.step([(layer, *block[layer, :, :, 2:]) for layer in range(LAYERS)])
     assert not whole(arena)[3, :, :, :, :2].any()
     for layer in range(LAYERS):
-        first.save_layer(layer, *block[layer, :, :, :2])
+        first.save_kv_layer(layer, *block[layer, :, :, :2])
     first.end()
     assert first.completed() == [Transferred(1, False, True)]
     assert torch.equal(whole(arena)[3], block)
@@ -100,7 +100,7 @@ def test_a_block_is_whole_when_both_have_saved_their_heads_and_each_loads_its_ow
     first.begin(LOAD, [0])
     other.step()
     for layer in range(LAYERS):
-        first.wait_for_layer(layer)
+        first.wait_for_layer_load(layer)
     first.end()
     assert [done.succeeded for done in first.completed()] == [True]
     for layer in range(LAYERS):
@@ -184,7 +184,7 @@ def test_what_a_device_moves_has_ended_when_it_says_so(ranks, plan):
 
     share = Arena(KVLayout(*SHAPE, slice(2, 4)), ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
     transfer = DeviceTransfer(share, streams, tell)
-    other.own = RankTransfer(transfer)
+    other.own = transfer
     first.register(caches())
     other.own.register(caches())
     streams.launch(Queue.SAVE if plan.saves else Queue.LOAD, lambda: go.wait(TIMEOUT_S))
@@ -208,7 +208,7 @@ def test_what_a_device_cannot_load_is_told_at_the_end_of_the_step(ranks):
     streams, share = SimulatedStreams(), KVLayout(*SHAPE, slice(2, 4))
     arena = Arena(share, ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
     transfer = DeviceTransfer(arena, streams, lambda: None)
-    other.own = RankTransfer(transfer)
+    other.own = transfer
     first.register(caches())
     other.own.register(caches())
 

@@ -17,7 +17,7 @@ class Part(SmallArena):
 
     def save(self) -> None:
         for layer, pair in enumerate(self.step):
-            self.transfer.save_layer(layer, *pair)
+            self.transfer.save_kv_layer(layer, *pair)
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def part() -> Part:
 
 def test_a_layer_lands_when_it_is_asked_for_and_the_rest_at_the_end(part):
     assert part.landed() == [False, False, False] and not any(cache.any() for pair in part.caches for cache in pair)
-    part.transfer.wait_for_layer(0)
+    part.transfer.wait_for_layer_load(0)
     assert part.landed() == [True, False, False]
-    part.transfer.wait_for_layer(0)
-    part.transfer.wait_for_layer(1)
+    part.transfer.wait_for_layer_load(0)
+    part.transfer.wait_for_layer_load(1)
     assert part.landed() == [True, True, False] and part.outcomes() == {}
     part.save()
     part.transfer.end()
@@ -56,7 +56,7 @@ def test_a_load_that_fails_is_told_once_and_not_tried_again(part, layer):
 
     with before_each_load(fault):
         for this in range(NUM_LAYERS):
-            part.transfer.wait_for_layer(this)
+            part.transfer.wait_for_layer_load(this)
         part.transfer.end()
     assert asked == list(range(layer + 1)) and part.outcomes()["load"] is False
 

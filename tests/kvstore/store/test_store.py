@@ -12,12 +12,13 @@ from msgspec.structs import replace
 
 from kvstore.connector import NullConnector
 from kvstore.disk.format import WriteError
-from kvstore.disk.tier import DiskTier, WriteOutcome
+from kvstore.disk.tier import DiskTier
 from kvstore.engine.client import local
 from kvstore.engine.progress import told_to
 from kvstore.errors import StoreError
 from kvstore.store.saving import StepTransfers
 from kvstore.store.tiered import TieredConnector
+from kvstore.tiers.port import Written
 from tests.support.engines import (
     ask,
     cached,
@@ -137,7 +138,7 @@ def test_forget_does_not_wait_for_a_disk_that_cannot_write_and_is_made_up_for(en
 
     def fail(*_, **__):
         tries.append(time.monotonic())
-        return WriteOutcome(error=WriteError.IO)
+        return Written(error=WriteError.IO)
 
     with disk_that(write=fail):
         started = time.monotonic()

@@ -73,7 +73,7 @@ def read(tier: DiskTier, number: int, size: int = PAYLOAD_BYTES) -> ReadResult:
 
 def write(tier: DiskTier, numbers, deletes=()) -> None:
     outcome = tier.write([put(i) for i in numbers], [record(i).block_id for i in deletes])
-    assert outcome.error is None and len(outcome.stored_bytes) == len(numbers)
+    assert outcome.error is None and len(outcome.stored) == len(numbers)
 
 
 def present(tier: DiskTier, numbers) -> list[int]:
