@@ -21,8 +21,7 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, Prefetch, ReadStats, VerifyBlocks
 from kvstore.engine.outputs import MOST_ASKED, LastUsages
-from kvstore.engine.sessions.changes import DELETE_TIMEOUT_S
-from kvstore.engine.sessions.chat import Chats
+from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
 from kvstore.engine.sessions.window import lineage_of
 from kvstore.engine.stats import EngineStats
 from kvstore.errors import (
@@ -127,12 +126,16 @@ class Admin:
         return self._sessions.fork(key, turn, new_key, is_version).wait()
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
-        """Delete one session. Returns the number of its own blocks, None if there is no session to delete."""
-        unstored: Sequence[BlockId] = ()
-        chat = self._chats.known.get(key)
-        if only_expired and self._chats.claims.on(key) is not None:
+        """Delete one session. Returns the number of its own blocks, None if there is no session to delete. Its turn has
+        ended by then, none begins meanwhile, and none is stored.
+        """
+        unstored, claims, chat = list[BlockId](), self._chats.claims, self._chats.known.get(key)
+        if only_expired and claims.on(key) is not None:
             return None
-        with nullcontext() if chat is None else chat.ending():
+        with nullcontext() if chat is None else chat.storing:
+            hold = claims.on(key)
+            if chat is not None and hold is not None and hold.turn is not None:
+                self._client.abort(hold.turn.handle)
             if only_expired and not self._is_over(key):
                 return None
             tombstone = self._sessions.delete(key, time.time() if only_expired else None).wait()
@@ -140,8 +143,13 @@ class Admin:
                 return None
             self._pins.pop(key, None)
             if chat is not None:
-                unstored = chat.mark_deleted()
+                chat.is_deleted = True
                 self._chats.drop(key)
+                unstored += chat.unstored
+                if hold is not None and hold.turn is not None:  # it will not be stored
+                    claims.drop(hold)
+                    lineage, block_size = chat.window.lineage, self._client.facts.block_size
+                    unstored += hold.turn.unneeded_blocks(False, True, block_size, lineage)
         if tombstone is not None:
             self._chats.carry_out(tombstone, unstored, timeout_s)
             return len(tombstone.block_ids)

@@ -2,9 +2,8 @@
 
 Loads no torch.
 
-- `changes`: what changes a session and is no answer: truncation by request, edits, clearing
-- `chat`: a session, and its place in the store: send, stream, fork; durable turn by turn; sessions by their ids, and
-  hints that one is needed soon
+- `chat`: a session, and its place in the store: send, stream, truncate, edit, fork; durable turn by turn; sessions by
+  their ids
 - `edits`: messages that are removed or replaced, and what becomes of the window's ids and KV
 - `recall`: a history's prompt, with the original ids of known answers; recent conversations by keyed digests
 - `spans`: texts that a client names, whose KV is computed once, alone, and reused wherever they stand

@@ -11,16 +11,26 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.client.messages import Pin
+from kvstore.engine.client.messages import Forget, Pin
 from kvstore.engine.client.requests import CoreClient, Listener
-from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.outputs import AppliedEdit, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.changes import SessionChanges, SessionParts
+from kvstore.engine.sessions.edits import (
+    Changed,
+    Directive,
+    EditResult,
+    directives_of,
+    edited_turn,
+    edits_at,
+    edits_of,
+)
 from kvstore.engine.sessions.window import OneTurn, Window, spliced_blocks
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
@@ -35,7 +45,7 @@ from kvstore.engine.text.prompts import (
     options_of,
     without_spans,
 )
-from kvstore.engine.turns import Hold, blocking
+from kvstore.engine.turns import Claims, Hold, blocking
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -46,27 +56,26 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.answers import AnswerStore
-from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, TurnRecord
+from kvstore.sessions.answers import AnswerStore, owner_tag
+from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.sharing import Claim
 from kvstore.sessions.store import SessionStore
 
+DELETE_TIMEOUT_S = 60.0
 Recalled = Callable[[list[Message]], list[int]]
 
 
-class ChatSession(SessionChanges):
+class ChatSession:
     """One conversation; made by `Engine.chat`. One turn at a time. Other servers may have stored more turns of it.
 
     last: the last turn's output. truncation, truncation_reuse: see `Engine.chat`. window: the transcript, and the part
     of it that the model sees. chats: what all sessions of an engine share. storing: held while a turn begins, while it
     is stored, and while the session is deleted. life: the core's life when this object was made; a later core knows
-    nothing of it.
+    nothing of it. unstored: blocks of spans that turns have computed which are not stored.
 
     number: the store's own for it; None until the first turn is stored. num_turns: that are stored, as far as known
     here. truncated_tokens: dropped from the window by these. updated_s: when the last of them was stored.
     """
-
-    chats: Chats
 
     def __init__(self, chats: Chats, key: SessionKey, system: str | None, state: SessionState | None) -> None:
         self.key = key
@@ -80,7 +89,7 @@ class ChatSession(SessionChanges):
         self.updated_s = 0.0
         self.is_deleted = False
         self._expires_s: float | None = None  # as the core was told
-        self._unstored = set[BlockId]()  # of spans that turns have computed which are not stored
+        self.unstored = set[BlockId]()
         first: list[Message] = [{"role": "system", "content": system}] if system else []
         self.window = Window(first, list(first), 0, [], [], Lineage(chats.client.facts.root(key.tenant)))
         if state is not None:
@@ -175,12 +184,11 @@ class ChatSession(SessionChanges):
                 if self.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
-                wanted = options.context_management
-                cleared, applied = (None, ()) if wanted is None else self._cleared(messages, options)
+                cleared, applied = self._cleared(messages, options)
                 before, lineage = (self.window if cleared is None else cleared[0]), self.window.lineage
                 undo.callback(self.chats.client.forget, spliced_blocks(before.chain, before.lineage, lineage))
-                turn = self._submit(before, messages, params, hold.request_key, listener, options, recall)
-                turn = hold.turn = replace(turn, cleared=None if cleared is None else cleared[1])
+                edit = None if cleared is None else cleared[1]
+                hold.turn = turn = self._submit(before, edit, messages, params, hold, listener, options, recall)
             undo.pop_all()
             turn.handle.output.applied_edits = applied
             return turn
@@ -194,7 +202,7 @@ class ChatSession(SessionChanges):
             self.catch_up(hold.request_key)
 
     def _submit(
-        self, before: Window, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None,
+        self, before: Window, cleared: TurnRecord | None, said: Sequence[Message], params: SamplingParams, hold: Hold,
         listener: Listener | None, options: AnswerOptions, recall: Recalled | None,
     ) -> OneTurn:  # fmt: skip
         client, language, prompt = self.chats.client, self.chats.language, None
@@ -221,9 +229,9 @@ class ChatSession(SessionChanges):
             )  # fmt: skip
         except Exception:
             client.forget(following.spliced_blocks(before.lineage))
-            self._unstored.update(following.span_blocks)
+            self.unstored.update(following.span_blocks)
             raise
-        return OneTurn(before, new, following, handle, idempotency_key, template)
+        return OneTurn(before, new, following, handle, hold.request_key, template, cleared)
 
     def end(self, hold: Hold, keep: bool = True) -> TurnRecord | None:
         """End the holder's turn and store it, durable on return; delete reused KV that no turn refers to.
@@ -245,7 +253,7 @@ class ChatSession(SessionChanges):
                     record = self._commit(hold, turn) if output.token_ids else None
             finally:
                 is_stored = record is not None
-                self._unstored.update(() if is_stored else turn.next.span_blocks)
+                self.unstored.update(() if is_stored else turn.next.span_blocks)
                 is_deleted = not is_stored and self.check_deleted()
                 client.forget(turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size, self.window.lineage))
         return record
@@ -262,6 +270,87 @@ class ChatSession(SessionChanges):
             record = turn.record(self.num_turns + 1, after)
             self.store(record, after, hold.lease)
             return record
+
+    # -- changes that are no answers: each is a turn without messages --------------------------------------------------
+    def keep_last(self, num_turns: int) -> TurnRecord | None:
+        """Remove all but the last turns from the window now; the transcript stays. Durable on return.
+
+        It is stored as a turn without messages, which is returned; None when the window has no more turns than that.
+        Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
+        """
+        with self._changing() as hold:
+            before, template = self.window, self.chats.language.chat_template()
+            after = before.last(num_turns, self.chats.client, self.tenant, self.truncation_reuse)
+            if after is None:
+                self.chats.sessions.confirm()
+                return None
+            num_tokens, number = max(0, len(before.token_ids) - after.num_tokens(template)), self.num_turns + 1
+            record = after.record(number, (), truncated_tokens=num_tokens, finish_reason="truncated")
+            self._store_change((after, record, ()), hold)
+            return record
+
+    def edit(
+        self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None
+    ) -> EditResult:
+        """Remove messages, or give them another content; see `Directive`. Durable on return. It is stored as a turn
+        without messages; a fork of the turn before goes on without it.
+
+        reuse: of the KV behind the edit. "exact": none; the next turn computes it. "reencode": what is stored, which
+        remembers what it has read. "forget": none; it is deleted everywhere, and what was there from the transcript.
+        expected_turn: how many turns the session has, else SessionBusyError. Raises RequestError, and as `keep_last`.
+        """
+        directives = directives_of(edits, reuse)
+        with self._changing() as hold:
+            if expected_turn not in (None, self.num_turns):
+                raise SessionBusyError(f"session {self.session_id} has {self.num_turns} turns, not {expected_turn}")
+            changed, num_reencoded = self._edited(partial(edits_of, directives, self.window, reuse=reuse), reuse)
+            self._store_change(changed, hold)
+        _, record, forgotten = changed
+        self.last = None if forgotten else self.last
+        for tombstone in self.chats.sessions.pending_deletions() if forgotten else ():
+            if tombstone.key == self.key:
+                self.chats.carry_out(tombstone, (), DELETE_TIMEOUT_S)
+        done = "exact" if reuse == "reencode" and not num_reencoded else reuse
+        return EditResult(record.number, done, len(record.token_ids), num_reencoded)
+
+    @contextmanager
+    def _changing(self) -> Iterator[Hold]:
+        """Within it, no turn runs, no other server writes, and what they have stored is known."""
+        claims = self.chats.claims
+        with ExitStack() as leased:
+            hold = claims.hold(self.key)
+            leased.callback(claims.release, hold)
+            self._lease(hold, leased)
+            with self.storing:
+                if self.is_deleted or self.number is None:
+                    raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
+                yield hold
+
+    def _store_change(self, changed: Changed, hold: Hold) -> None:
+        (after, record, forgotten), before = changed, self.window
+        try:
+            self.store(record, after, hold.lease, forgotten)
+        except Exception:
+            self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
+            raise
+
+    def _cleared(
+        self, said: Sequence[Message], options: AnswerOptions
+    ) -> tuple[Changed | None, Sequence[AppliedEdit]]:  # fmt: skip
+        """What the options want cleared before a turn that adds `said`, as an edit, which is stored with that turn."""
+        chats, wanted = self.chats, options.context_management
+        if wanted is None or not self.num_turns:  # what begins with a history is not stored yet
+            return None, ()
+        shown = [*self.window.shown, *said]
+        messages, applied = chats.language.cleared(shown, options, chats.client.facts, is_session=True)
+        if not messages:
+            return None, applied
+        return self._edited(partial(edits_at, messages, self.window), wanted.reuse or "exact")[0], applied
+
+    def _edited(self, make: Callable[[Sequence[TurnRecord]], list[MessageEdit]], reuse: str) -> tuple[Changed, int]:
+        chats = self.chats
+        turns = chats.sessions.turns(self.key, 0, self.num_turns) or ()
+        return edited_turn(self.window, turns, make(turns), reuse, chats.language, chats.client, self.tenant)
 
     # -- in the store ------------------------------------------------------------------------------------------------
     def _adopt(self, state: SessionState) -> None:
@@ -342,55 +431,36 @@ class ChatSession(SessionChanges):
             raise RequestError("the session has no turn yet", param="ttl_s")
         self._tell_expiry(self.chats.sessions.set_ttl(self.key, ttl_s).wait())
 
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """In this context the session can be deleted: its turn has ended, none begins, and none is stored."""
-        with self.storing:
-            hold = self.chats.claims.on(self.key)
-            if hold is not None and hold.turn is not None:
-                self.chats.client.abort(hold.turn.handle)
-            yield
 
-    def mark_deleted(self) -> Sequence[BlockId]:
-        """Call this inside `ending`. Returns the blocks of the turn that was running, which will not be stored, and of
-        spans of such turns before.
-        """
-        self.is_deleted = True
-        hold, block_size = self.chats.claims.on(self.key), self.chats.client.facts.block_size
-        if hold is None or hold.turn is None:
-            return [*self._unstored]
-        self.chats.claims.drop(hold)
-        return [*self._unstored, *hold.turn.unneeded_blocks(False, True, block_size, self.window.lineage)]
-
-
-MAX_KEPT = 256
+MAX_KEPT = 256  # sessions
 MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each
 
 
-class Chats(SessionParts):
-    """The sessions of one engine. known: the objects in use. lock: held while one is made."""
+class Chats:
+    """The sessions of one engine. claims: which turn has which. known: the objects in use. lock: held while one is
+    made.
+    """
 
     def __init__(self, client: CoreClient, language: Language, sessions: SessionStore, answers: AnswerStore) -> None:
-        super().__init__(client, language, sessions, answers)
+        self.client = client
+        self.language = language
+        self.sessions = sessions
+        self.answers = answers
+        self.claims = Claims(sessions.sharing.leases)
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
-        self._kept: OrderedDict[SessionKey, tuple[ChatSession, int]] = OrderedDict()  # with its tokens then
-        self._num_kept_tokens = 0
+        self._kept: OrderedDict[SessionKey, ChatSession] = OrderedDict()  # the last used last
 
     def open(
-        self,
-        key: SessionKey,
-        system: str | None = None,
-        truncation: str | None = None,
-        truncation_reuse: str | None = None,
-        is_new: bool = False,
-    ) -> ChatSession:
-        """See `Engine.chat`; its arguments are already checked."""
-        is_known = is_new or self.get(key) is not None
+        self, key: SessionKey, system: str | None = None, truncation: str | None = None,
+        truncation_reuse: str | None = None, is_new: bool = False, head: SessionHead | None = None,
+    ) -> ChatSession:  # fmt: skip
+        """See `Engine.chat`; its arguments are already checked. head: see `get`."""
+        is_known = is_new or self.get(key, head) is not None
         state = None if is_known else self.sessions.load(key)  # outside the lock: it reads the disk
         with self.lock:
             self.client.check_open()
-            chat = self.get(key)
+            chat = self.get(key, head)
             if chat is None:
                 if not is_new and self.sessions.head(key) != (None if state is None else state.head):
                     state = self.sessions.load(key)  # it may have changed since
@@ -398,27 +468,32 @@ class Chats(SessionParts):
             chat.set_truncation(truncation, truncation_reuse)
             return chat
 
-    def get(self, key: SessionKey) -> ChatSession | None:
-        """The object in use. None if there is none, if the core has restarted since, or if the session was deleted."""
+    def get(self, key: SessionKey, head: SessionHead | None = None) -> ChatSession | None:
+        """The object in use. None if there is none, if the core has restarted since, if the session was deleted, or if
+        another server has stored turns since, so that the head is not what the object knows.
+        """
         chat = self.known.get(key)
-        return chat if chat is not None and chat.life == self.client.life and not chat.is_deleted else None
+        if chat is None or chat.life != self.client.life or chat.is_deleted:
+            return None
+        return chat if head is None or chat.is_at(head) else None
 
     def keep(self, chat: ChatSession) -> None:
         """Keep the object in memory for its next turn, as one of those used last."""
-        num_tokens = len(chat.token_ids)
         with self.lock:
-            self._let_go(chat.key)
-            self._kept[chat.key] = (chat, num_tokens)
-            self._num_kept_tokens += num_tokens
-            while len(self._kept) > MAX_KEPT or (self._num_kept_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1):
-                self._let_go(next(iter(self._kept)))
-
-    def _let_go(self, key: SessionKey) -> None:
-        _, num_tokens = self._kept.pop(key, (None, 0))
-        self._num_kept_tokens -= num_tokens
+            self._kept[chat.key] = chat
+            self._kept.move_to_end(chat.key)
+            num_tokens = sum(len(one.token_ids) for one in self._kept.values())
+            while len(self._kept) > MAX_KEPT or (num_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1):
+                num_tokens -= len(self._kept.popitem(last=False)[1].token_ids)
 
     def drop(self, key: SessionKey) -> None:
         """Forget the object: the next `open` makes a new one."""
         with self.lock:
             self.known.pop(key, None)
-            self._let_go(key)
+            self._kept.pop(key, None)
+
+    def carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
+        """Delete what a deletion has left behind, and further unstored blocks. What cannot be deleted stays pending."""
+        is_forgotten = self.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
+        if self.client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
+            self.sessions.finish_deletion(tombstone.number).wait()

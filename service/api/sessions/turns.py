@@ -214,13 +214,7 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
         )
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
-    known = engine.chats.get(key)
-    if known is not None and known.is_at(head):
-        known.set_truncation(wanted.truncation, wanted.truncation_reuse)
-        return known
-    if known is not None:
-        engine.chats.drop(key)  # another server has stored turns since
-    chat = engine.chat(wanted.session_id, wanted.tenant, None, wanted.truncation, wanted.truncation_reuse)
+    chat = engine.chats.open(key, None, wanted.truncation, wanted.truncation_reuse, head=head)
     if chat.num_turns < head.num_turns:  # it was deleted just now
         raise unknown_session(wanted.session_id)
     return chat
