@@ -397,7 +397,7 @@ class KVStore:
         if not self.splicer.start(planned.blocks, conversation):
             return None
         if self.disk is not None and is_new and run.first:
-            self.disk.queue.before_splice[run.parent] = planned.chain[run.first - 1]
+            self.disk.queue.note_splice(self.cpu.arena_block_of, *planned.chain[run.first - 1 : run.first + 1])
         if conversation is not None and planned.lineage.root == old.lineage.root:
             self.steering.move(conversation, planned.chain)
         elif conversation is not None:  # a span stays where it is, and has come back

@@ -40,8 +40,8 @@ GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
 
 class WriteQueue:
     """view: the bytes of an arena block. parents: those of the blocks here, kept until the blocks are written. bytes:
-    what the writer has, in bytes of the file. quantises: see `DiskContents`. before_splice: of a splice, by the parent
-    that its first block names, the block in front of it.
+    what the writer has, in bytes of the file. quantises: see `DiskContents`. before_splice: by the first block of
+    a splice, which names another parent, the block in front of it.
     """
 
     def __init__(
@@ -63,6 +63,13 @@ class WriteQueue:
         self.dirty.append(arena_block)
         for parent_id in self._parents_of(record):
             self._parents.add(parent_id)
+
+    def note_splice(self, place_of: Callable[[BlockId], int | None], before: BlockId, first: BlockId) -> None:
+        """See `before_splice`. Those that were given up before they were written are forgotten: they have no place in
+        memory any more.
+        """
+        known = self.before_splice.items()
+        self.before_splice = {one: other for one, other in known if place_of(one) is not None} | {first: before}
 
     def _parents_of(self, record: BlockRecord) -> Sequence[BlockId]:
         """The block before this one, and its copy: the disk may have either."""
@@ -115,7 +122,7 @@ class WriteQueue:
 
     def remove(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
-        self.before_splice.pop(record.parent_id, None)
+        self.before_splice.pop(record.block_id, None)
         for parent_id in self._parents_of(record):
             self._parents.remove(parent_id)
 
@@ -253,7 +260,7 @@ class WriteBack:
         """
         if not self.contents.quantises or is_quantised(own.block_id):
             return own
-        before = self.queue.before_splice.get(own.parent_id, own.parent_id)
+        before = self.queue.before_splice.get(own.block_id, own.parent_id)
         if not is_quantised(before) and self._will_have(before):
             return own
         return replace(own, block_id=quantised_id(own.block_id), parent_id=quantised_id(own.parent_id))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 from msgspec.structs import replace
 
+from kvstore.blocks.ids import Lineage
 from kvstore.connector import NullConnector
 from kvstore.disk.format import WriteError
 from kvstore.disk.tier import DiskTier
@@ -44,6 +45,30 @@ def engine(model, tmp_path):
 
 def on_disk(engine) -> set[bytes]:
     return {entry.block_id for batch in engine.connector.parts.disk.scan() for entry in batch}
+
+
+def test_nothing_is_kept_of_a_splice_that_was_given_up_before_it_was_written(engine):
+    connector, lineage = engine.connector, Lineage(engine.facts.root(""))
+
+    def spliced(seed: int) -> set[bytes]:
+        """Its first block."""
+        ids = tokens(seed, 200)
+        chain, made = connector.splice(chain_of(engine, ids), ids, lineage, [(0, 32), (48, 176)], "")
+        return {chain[made.splice_index]}
+
+    for seed in (1, 2):
+        ask(engine, tokens(seed, 200))
+    settle(engine)
+    queue = connector.parts.store.disk.queue
+    with connector.parts.lock:
+        assert spliced(1) == queue.before_splice.keys()
+        for block_id in reversed(chain_of(engine, tokens(1, 200))):
+            connector.parts.cpu.forget(block_id)
+    settle(engine)
+    with connector.parts.lock:
+        assert spliced(2) == queue.before_splice.keys()
+    settle(engine)
+    assert not queue.before_splice
 
 
 def test_use_in_a_session_that_writes_nothing_is_remembered(model, tmp_path):
