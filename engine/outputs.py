@@ -319,6 +319,10 @@ class AppliedEdit(msgspec.Struct, frozen=True):
     cleared_tool_uses: int | UnsetType = UNSET
     cleared_thinking_turns: int | UnsetType = UNSET
 
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: count for name, count in msgspec.structs.asdict(self).items() if isinstance(count, int)}
+
 
 @dataclass(slots=True)
 class RequestOutput:

@@ -16,7 +16,7 @@ from msgspec import structs
 from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain, is_quantised, quantised_id
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
-from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
+from kvstore.engine.outputs import AppliedEdit, CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
 from kvstore.engine.sessions.spans import with_spans
@@ -457,12 +457,21 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         **capped,
         **thinking,
         **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
+        **{f"{edit.type}.{name}": count for edit in output.applied_edits for name, count in edit.counts.items()},
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
         "cache_write_tokens": usage.cache_write_tokens,
         **asdict(usage.cached_tokens_details),
     }
+
+
+def applied_edits_of(turn: TurnRecord) -> list[AppliedEdit]:
+    """Of a stored turn, likewise."""
+    found = dict[str, dict[str, int]]()
+    for kind, _, name in (name.rpartition(".") for name in turn.usage if "." in name):
+        found.setdefault(kind, {})[name] = turn.usage[f"{kind}.{name}"]
+    return [AppliedEdit(kind, **counts) for kind, counts in found.items()]
 
 
 def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:

@@ -32,14 +32,14 @@ PARAM = "context_management"
 
 
 # -- what a client asks ------------------------------------------------------------------------------------------------
-class EditAmount(msgspec.Struct, frozen=True):
+class EditAmount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """type: input_tokens, tool_uses, thinking_turns, or all, which has no value: -1."""
 
     type: str
     value: Annotated[int, Meta(ge=0, le=2**31)] = -1
 
 
-class ContextEdit(msgspec.Struct, frozen=True):
+class ContextEdit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """type: TOOL_USES or THINKING. keep: how many of the last uses of tools, or turns with thinking, stay.
 
     The rest is of TOOL_USES alone. trigger: nothing is cleared before the prompt has more than so many tokens, or uses
@@ -91,7 +91,7 @@ class ContextEdit(msgspec.Struct, frozen=True):
         return DEFAULT_TURNS if self.type == THINKING else DEFAULT_USES
 
 
-class ContextManagement(msgspec.Struct, frozen=True):
+class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """reuse: of the KV behind what a session clears: "exact" (it is computed again) or "reencode" (it is kept, and
     remembers what it has read).
     """

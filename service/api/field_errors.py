@@ -20,8 +20,10 @@ def field_error(text: str) -> ApiError:
     what, _, where = text.partition(" - at ")
     path = where.rpartition("`$")[2].rstrip("`").lstrip(".").replace("[...]", "")
     code = "invalid_value"
-    if match := re.match(r"Object missing required field `(\w+)`", what):
-        path, rule, code = f"{path}.{match[1]}".lstrip("."), "is missing", "missing"
+    if match := re.match(r"Object (missing required|contains unknown) field `(.*)`", what):
+        is_missing = match[1] == "missing required"
+        path, rule = f"{path}.{match[2][:64]}".lstrip("."), "is missing" if is_missing else "is not known here"
+        code = "missing" if is_missing else "unknown_field"
     elif match := re.match(r"Expected `([^`]+)`, got `([^`]+)`", what):
         rule = f"is {_kinds(match[2])}; give {_kinds(match[1])}"
     elif match := re.match(r"Expected `([^`]+)`( of length)? ([<>]=?) (\S+)", what):

@@ -271,15 +271,19 @@ def said_content(content: str | Sequence[ContentPart], param: str) -> Message:
     if isinstance(content, str):
         return {"content": content}
     for index, part in enumerate(content):
-        if part.type not in ("text", "input_text", "output_text"):
-            kind, where = part.type[:40], f"{param}[{index}]"
-            raise bad_request(where, f"{where} is of the type {kind!r}; only text is supported", "unsupported_content")
-        if part.text is None:
-            raise bad_request(f"{param}[{index}].text", f"{param}[{index}].text is missing", "missing")
-        if part.reuse not in (None, "reencode"):
-            where = f"{param}[{index}].reuse"
-            raise bad_request(where, f"{where} is {part.reuse[:40]!r}; give reencode, or leave it out")
+        check_part(part, f"{param}[{index}]")
     return joined((part.text or "", part.reuse) for part in content)
+
+
+def check_part(part: ContentPart, where: str) -> None:
+    """Raises ApiError 400 unless it is a text."""
+    if part.type not in ("text", "input_text", "output_text"):
+        kind = part.type[:40]
+        raise bad_request(where, f"{where} is of the type {kind!r}; only text is supported", "unsupported_content")
+    if part.text is None:
+        raise bad_request(f"{where}.text", f"{where}.text is missing", "missing")
+    if part.reuse not in (None, "reencode"):
+        raise bad_request(f"{where}.reuse", f"{where}.reuse is {part.reuse[:40]!r}; give reencode, or leave it out")
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kvstore.engine.outputs import Choice, Miss, Usage
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
-from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions, check_effort, in_order_of_calls
+from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions, check_effort, in_order_of_calls, joined
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.asking import (
     FunctionIn,
@@ -28,6 +28,7 @@ from kvstore.service.api.schema import (
     ContentPart,
     Sampling,
     Stop,
+    check_part,
     said_content,
     text_of,
     usage_object,
@@ -195,7 +196,10 @@ def _blocks_of(content: str | Sequence[TextBlock] | None, path: str) -> list[tup
 
 
 # -- from the client's words -------------------------------------------------------------------------------------------
-_NEEDED = {"text": "text", "tool_result": "tool_use_id", "thinking": "thinking", "redacted_thinking": "type"}
+_NEEDED: dict[str, tuple[str, ...]] = {  # of blocks, beside texts
+    "tool_result": ("tool_use_id",), "tool_use": ("id", "name", "input"), "thinking": ("thinking",),
+    "redacted_thinking": (),
+}  # fmt: skip
 _TYPES = {  # of blocks, by the role that may say them
     "user": ("text", "tool_result"), "system": ("text",),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -264,11 +268,15 @@ def _said(message: MessageParam, param: str) -> Iterator[Message]:
             texts.append(block)
             continue
         if texts:
-            yield {"role": role, **said_content(texts, f"{param}.content")}
+            yield {"role": role, **_joined(texts)}
             texts.clear()
         yield _result_of(block, f"{param}.content[{index}].content")
     if texts or not content:
-        yield {"role": role, **said_content(texts, f"{param}.content")}
+        yield {"role": role, **_joined(texts)}
+
+
+def _joined(blocks: Iterable[Block]) -> Message:
+    return joined((block.text or "", block.reuse) for block in blocks if block.type == "text")
 
 
 def _check_block(block: Block, role: str, param: str) -> None:
@@ -276,8 +284,12 @@ def _check_block(block: Block, role: str, param: str) -> None:
         known = " and ".join(_TYPES[role])
         message = f"{param} is of the type {block.type[:40]!r}; of the role {role} only {known} are supported"
         raise bad_request(param, message, "unsupported_content")
-    needed = ("id", "name", "input") if block.type == "tool_use" else (_NEEDED[block.type],)
-    for name in needed:
+    if block.type == "text":
+        check_part(block, param)
+        return
+    if block.reuse is not None:
+        raise bad_request(f"{param}.reuse", f"{param}.reuse is of texts alone; leave it out")
+    for name in _NEEDED[block.type]:
         if getattr(block, name) is None:
             raise bad_request(f"{param}.{name}", f"{param}.{name} is missing", "missing")
 
@@ -291,7 +303,7 @@ def _result_of(block: Block, param: str) -> Message:
 
 
 def _answer_of(blocks: Sequence[Block], param: str) -> Message:
-    said: Message = {"role": "assistant", "content": "".join(block.text or "" for block in blocks)}
+    said: Message = {"role": "assistant", **_joined(blocks)}
     if reasoning := "".join(block.thinking or "" for block in blocks):
         said["reasoning_content"] = reasoning
     calls = list[dict[str, Any]]()

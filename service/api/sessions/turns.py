@@ -20,7 +20,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import AnswerEvent, AppliedEdit, Piece, RequestOutput, TextDelta, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.window import usage_of
+from kvstore.engine.sessions.window import applied_edits_of, usage_of
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of
@@ -79,7 +79,7 @@ class TurnRequest:
 @dataclass(frozen=True, slots=True)
 class TurnResult:
     """A turn that has ended. number: None when it was stopped before anything was said, and so is not stored. message:
-    the answer, with its calls and its reasoning. applied_edits: none where a stored turn is told again.
+    the answer, with its calls and its reasoning.
     """
 
     session_id: str
@@ -101,8 +101,9 @@ def has_answer(turn: TurnRecord) -> bool:
 def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     message = turn.messages[-1] if has_answer(turn) else {"role": "assistant", "content": ""}
     return TurnResult(
-        session_id, turn.number, message, turn.finish_reason, *usage_of(turn), turn.truncated_tokens, turn.created_s
-    )
+        session_id, turn.number, message, turn.finish_reason, *usage_of(turn), turn.truncated_tokens, turn.created_s,
+        applied_edits_of(turn),
+    )  # fmt: skip
 
 
 def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> Opened[TurnResult]:
@@ -191,7 +192,7 @@ def _settled(
             context.engine.engine.admin.pin(wanted.session_id, wanted.pin_s, wanted.tenant)
     if not chat.is_deleted:
         context.engine.engine.chats.keep(chat)
-    return replace(result_of(wanted.session_id, record), applied_edits=output.applied_edits)
+    return result_of(wanted.session_id, record)
 
 
 def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:

@@ -195,6 +195,15 @@ def test_a_stream_of_a_session_tells_it_at_its_end(server):
     assert num_cleared(events[-2]["context_management"]["applied_edits"]) == 8
 
 
+def test_an_answer_that_is_told_again_says_what_its_turn_has_cleared(server):
+    answers = answers_of_session(server, None, 10)
+    (call,) = answers[-1]["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
+    body = {**MUST, "session_id": answers[0]["session_id"], "messages": [result], "context_management": WANTED}
+    first, again = (server.post("/chat", body, **{"Idempotency-Key": "told again"}).json() for _ in range(2))
+    assert again == first and num_cleared(first["context_management"]["applied_edits"]) == 8
+
+
 @pytest.mark.parametrize("wrong", [{"logit_bias": {"999999": 1}}, {"tool_call_id": "nope"}])
 def test_a_turn_that_is_refused_clears_nothing(server, wrong):
     answers = answers_of_session(server, None, 10)
@@ -286,6 +295,12 @@ def test_what_is_summed_up_is_hit_and_evicted_last_until_the_summary_is_back(ser
         ),
         ({"edits": [{"type": THINKING, "keep": "none"}]}, "context_management.edits[0].keep"),
         ({"edits": [EDIT], "reuse": "forget"}, "context_management.reuse"),
+        ({"edit": [EDIT]}, "context_management.edit"),
+        ({"edits": [EDIT, {**EDIT, "keeps": 3}]}, "context_management.edits[1].keeps"),
+        (
+            {"edits": [{**EDIT, "keep": {"type": "tool_uses", "value": 2, "most": 4}}]},
+            "context_management.edits[0].keep.most",
+        ),
         ([{"type": "compaction", "compact_threshold": 1000}], "context_management"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.service.api.anthropic.message_schema import MessagesBody, messages_of
 from kvstore.service.api.schema import parse
+from kvstore.service.http.errors import ApiError
 
 AN_HOUR, EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
 LINE = "x-anthropic-billing-header: cc_version=2.1.197.0df; cc_entrypoint=sdk-cli;"
@@ -44,6 +45,23 @@ def test_results_are_messages_of_their_own_in_the_order_of_the_calls():
         {"role": "tool", "tool_call_id": "call_x", "content": "1."},
         {"role": "tool", "tool_call_id": "call_y", "content": "2"}, {"role": "user", "content": "Go on."},
     ]  # fmt: skip
+
+
+def test_a_text_is_reused_whoever_says_it_and_what_is_wrong_is_named_where_it_stands():
+    user, answer, last = said(
+        ("user", [result("call_x", "1"), text("A"), text("BC", reuse="reencode")][1:]),
+        ("assistant", [text("Hm: "), text("D", reuse="reencode")]), ("user", "So?"),
+    )  # fmt: skip
+    assert (user["reuse"], answer["content"], answer["reuse"]) == ([(1, 3)], "Hm: D", [(4, 5)]) and "reuse" not in last
+    call = {"type": "tool_use", "id": "call_x", "name": "f", "input": {}}
+    for role, blocks, place in (
+        ("user", [result("call_x"), text("A"), text("B", reuse="always")], 2),
+        ("user", [text("A"), result("call_x", reuse="reencode")], 1), ("assistant", [{**call, "reuse": "reencode"}], 0),
+        ("assistant", [call, text("A", reuse="always")], 1),
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match="reuse") as error:
+            said((role, blocks))
+        assert error.value.param == f"messages[0].content[{place}].reuse"
 
 
 def test_a_call_that_failed_says_so():
