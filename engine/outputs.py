@@ -222,7 +222,6 @@ class Timings:
     prefill_s: float | None = None  # from its first step to its first token, loads from CPU included
     ttft_s: float | None = None  # the sum of these three
     decode_s: float | None = None  # from its first token to its end
-    arrival_s: float | None = None  # when it came, on the clock of time.monotonic; set at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +333,7 @@ class RequestOutput:
     usage: Usage
     ttft_s: float | None  # seconds from the request's arrival to its first token; None if it ended without one
     timings: Timings = Timings()  # complete once every choice has ended
+    arrival_s: float | None = None  # when it came, on the clock of time.monotonic; set at its end
     applied_edits: Sequence[AppliedEdit] = ()
 
     @property

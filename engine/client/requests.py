@@ -181,13 +181,13 @@ class _Running:
         # The core may have computed blocks beyond a stop string; they are built on those that are named.
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // self._block_size])
         handle.lineage, handle.loss = ended.lineage, ended.loss
-        output.timings = self._timings(ended.timings)
+        output.timings, output.arrival_s = self._timings(ended.timings), self._arrival_s
         handle.error, handle.trace = ended.error, None if ended.error is None else ended.error.__traceback__
         handle.done = True
 
     def _timings(self, timings: Timings) -> Timings:
         """Count the time to the core and back as time in the queue."""
-        ttft_s, timings = self.handle.output.ttft_s, replace(timings, arrival_s=self._arrival_s)
+        ttft_s = self.handle.output.ttft_s
         if timings.queue_s is None or timings.ttft_s is None or ttft_s is None:
             return timings
         queue_s = timings.queue_s + max(0.0, ttft_s - timings.ttft_s)

@@ -483,5 +483,5 @@ def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:
         counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details, counts.get("capped_max_tokens"),
         None if turn.miss is None else Miss(**turn.miss), thinking, counts.get("cache_write_tokens", 0),
     )  # fmt: skip
-    times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
+    times = [counts.get(f"{name[:-2]}_us") for name in Timings.__annotations__]
     return usage, Timings(*(None if us is None else us / 1e6 for us in times))

@@ -214,8 +214,7 @@ def _tell(request: web.Request, route: Route | None, status: int, started_s: flo
     is_polled = route is not None and route.is_polled
     log("request", fields, logging.DEBUG if is_polled else logging.INFO)
     if context.traces is not None and not is_polled:
-        answers = [output.timings for output in exchange.outputs]
-        context.traces.request_ended(fields, request.headers, answers, started_s)
+        context.traces.request_ended(fields, request.headers, exchange.outputs, started_s)
 
 
 @web.middleware

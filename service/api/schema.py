@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.outputs import AppliedEdit, Miss, Timings, Usage
+from kvstore.engine.outputs import AppliedEdit, CachedTokensDetails, Miss, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, CallIn, check_chars, in_order_of_calls, joined
@@ -375,19 +375,6 @@ def parse(raw: bytes | bytearray, type_: type[T]) -> T:
     return body
 
 
-class CachedTokens(msgspec.Struct):
-    """By the tier that held a block when the request arrived; reencoded: reused at another position. quantised: of all
-    these, as they were not exact after the disk's codec; no summand.
-    """
-
-    hbm: int
-    cpu: int
-    disk: int
-    remote: int
-    reencoded: int
-    quantised: int
-
-
 class PromptTokensDetails(msgspec.Struct):
     """cached_tokens: a subset of prompt_tokens, and the sum of its details. cache_write_tokens: see `Usage`. miss: only
     where tokens were computed that an earlier request of the conversation had. thinking: "kept" or "dropped", only
@@ -395,7 +382,7 @@ class PromptTokensDetails(msgspec.Struct):
     """
 
     cached_tokens: int
-    cached_tokens_details: CachedTokens
+    cached_tokens_details: CachedTokensDetails
     cache_write_tokens: int
     miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
@@ -424,24 +411,9 @@ def edits_in(options: AnswerOptions, applied: Sequence[AppliedEdit]) -> AppliedE
     return UNSET if options.context_management is None else AppliedEdits(list(applied))
 
 
-class TimingsObject(msgspec.Struct):
-    """Seconds; null for what was not reached."""
-
-    queue_s: float | None
-    load_s: float | None
-    prefill_s: float | None
-    ttft_s: float | None
-    decode_s: float | None
-
-
 def usage_object(usage: Usage) -> UsageObject:
     details, total = usage.cached_tokens_details, usage.prompt_tokens + usage.completion_tokens
-    by_tier = CachedTokens(**asdict(details))
     of_prompt = PromptTokensDetails(
-        details.total, by_tier, usage.cache_write_tokens, usage.miss or UNSET, usage.thinking or UNSET
+        details.total, details, usage.cache_write_tokens, usage.miss or UNSET, usage.thinking or UNSET
     )
     return UsageObject(usage.prompt_tokens, usage.completion_tokens, total, of_prompt, usage.capped_max_tokens)
-
-
-def timings_object(timings: Timings) -> TimingsObject:
-    return TimingsObject(timings.queue_s, timings.load_s, timings.prefill_s, timings.ttft_s, timings.decode_s)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvstore import __version__
-from kvstore.engine.outputs import MISSES, RequestOutput, Timings, sum_usage
+from kvstore.engine.outputs import MISSES, RequestOutput, sum_usage
 from kvstore.errors import ConfigError
 from kvstore.stats import Histogram
 
@@ -189,10 +189,11 @@ class Traces:
         self._tracer = self._provider.get_tracer("kvstore", __version__)
 
     def request_ended(
-        self, fields: Mapping[str, object], headers: Mapping[str, str], answers: Sequence[Timings], started_s: float
-    ) -> None:
+        self, fields: Mapping[str, object], headers: Mapping[str, str], answers: Sequence[RequestOutput],
+        started_s: float,
+    ) -> None:  # fmt: skip
         """A request that ends now. fields: of its line in the log. headers: of the request; a traceparent names the
-        parent. answers: where the time of each went. started_s: on the clock of time.monotonic, as theirs.
+        parent. started_s: on the clock of time.monotonic, as the answers' arrivals.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -211,10 +212,10 @@ class Traces:
             told, start_time=at(started_s),
         )  # fmt: skip
         within = set_span_in_context(span)
-        for timings in answers:
-            edge_s = end_s if timings.arrival_s is None else timings.arrival_s
+        for answer in answers:
+            edge_s = end_s if answer.arrival_s is None else answer.arrival_s
             for phase in PHASES:
-                if (phase_s := getattr(timings, f"{phase}_s")) is not None:
+                if (phase_s := getattr(answer.timings, f"{phase}_s")) is not None:
                     part = self._tracer.start_span(phase, within, start_time=at(edge_s))
                     edge_s += phase_s
                     part.end(at(edge_s))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kvstore.engine.outputs import Choice, Miss, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Choice, Miss, Usage
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import MAX_TOOLS, AnswerOptions, check_effort, in_order_of_calls, joined
@@ -24,7 +24,6 @@ from kvstore.service.api.asking import (
 from kvstore.service.api.pinning import seconds_of
 from kvstore.service.api.schema import (
     AppliedEdits,
-    CachedTokens,
     ContentPart,
     Sampling,
     Stop,
@@ -350,7 +349,7 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens_details: CachedTokens | UnsetType = UNSET
+    cached_tokens_details: CachedTokensDetails | UnsetType = UNSET
     capped_max_tokens: int | UnsetType = UNSET
     miss: Miss | UnsetType = UNSET
     thinking: str | UnsetType = UNSET

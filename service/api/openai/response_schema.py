@@ -7,7 +7,6 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.config import SESSION_ID
-from kvstore.engine.outputs import Miss
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import MAX_TOOLS, NO_OPTIONS, AnswerOptions, check_effort, in_order_of_calls
@@ -23,10 +22,10 @@ from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.pinning import Breakpoint, pin_s_of
 from kvstore.service.api.schema import (
     AppliedEdits,
-    CachedTokens,
     ContentPart,
     Count,
     MessageIn,
+    PromptTokensDetails,
     Sampling,
     breakpoints_in,
     message_of,
@@ -211,16 +210,6 @@ class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_c
 OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
-class InputTokensDetails(msgspec.Struct):
-    """See `PromptTokensDetails`."""
-
-    cached_tokens: int
-    cached_tokens_details: CachedTokens
-    cache_write_tokens: int
-    miss: Miss | UnsetType = UNSET
-    thinking: str | UnsetType = UNSET
-
-
 class OutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
@@ -229,7 +218,7 @@ class ResponseUsage(msgspec.Struct, omit_defaults=True):
     """capped_max_tokens: see `UsageObject`."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -333,11 +322,9 @@ class ResponseDeleted(msgspec.Struct):
 
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
-    cached = usage.prompt_tokens_details
-    details = InputTokensDetails(**msgspec.structs.asdict(cached))
     return ResponseUsage(
-        usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
-        usage.capped_max_tokens,
+        usage.prompt_tokens, usage.prompt_tokens_details, usage.completion_tokens, OutputTokensDetails(),
+        usage.total_tokens, usage.capped_max_tokens,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from msgspec import Meta
 from msgspec.structs import replace
 
+from kvstore.engine.outputs import Timings
 from kvstore.engine.sessions.edits import Directives, EditResult, Place, message_id
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of, without_spans
@@ -22,7 +23,7 @@ from kvstore.engine.turns import ending
 from kvstore.errors import ContextLengthError, SessionNotFoundError
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of
-from kvstore.service.api.schema import TimingsObject, UsageObject, read_body, timings_object, usage_object
+from kvstore.service.api.schema import UsageObject, read_body, usage_object
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import MessageOut, message_out
 from kvstore.service.http.errors import Route, bad_request, json_response
@@ -142,7 +143,7 @@ class TurnOut(msgspec.Struct):
     messages: list[MessageOut]
     finish_reason: str
     usage: UsageObject
-    timings: TimingsObject
+    timings: Timings
     truncated_tokens: int
     created_at: int
     edits: list[EditOut]
@@ -223,7 +224,7 @@ def turn_out(session_id: str, record: TurnRecord) -> TurnOut:
     result = turns.result_of(session_id, record)
     return TurnOut(
         record.number, messages_out(transcript([replace(record, edits=())])), result.finish_reason,
-        usage_object(result.usage), timings_object(result.timings), result.truncated_tokens, int(result.created_s),
+        usage_object(result.usage), result.timings, result.truncated_tokens, int(result.created_s),
         [EditOut(message_id(one.place), message_out(one.message) if one.message else None) for one in record.edits],
     )  # fmt: skip
 

@@ -350,7 +350,7 @@ class ChatAnswer(msgspec.Struct):
     message: MessageOut
     finish_reason: str
     usage: schema.UsageObject
-    timings: schema.TimingsObject
+    timings: Timings
     truncated_tokens: int
     context_management: schema.AppliedEdits | UnsetType = UNSET
 
@@ -374,7 +374,7 @@ def chat_answer(result: TurnResult, wanted: TurnRequest, kind: type[ChatAnswer] 
         message=message_out(result.message),
         finish_reason=result.finish_reason,
         usage=schema.usage_object(result.usage),
-        timings=schema.timings_object(result.timings),
+        timings=result.timings,
         truncated_tokens=result.truncated_tokens,
         context_management=schema.edits_in(wanted.options, result.applied_edits),
     )

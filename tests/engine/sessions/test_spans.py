@@ -339,7 +339,7 @@ class Client:
         spliced, earlier = made.with_spans(self.engine.client, "")
         handle = self.engine.submit(made.token_ids, PARAMS, spliced=spliced, earlier=earlier)
         list(self.engine.stream(handle))
-        assert handle.output.timings.arrival_s == earlier.begun_s, "the time for its spans is the request's"
+        assert handle.output.arrival_s == earlier.begun_s, "the time for its spans is the request's"
         self.recall.note("", "", self.messages, handle.output, handle=handle)
         self.messages.append({"role": "assistant", "content": handle.output.text})
         return handle.output
