@@ -96,85 +96,58 @@ class Runner(Protocol):
 
 
 class Steps:
-    """runs_ahead: False reads each step at once."""
-
-    def __init__(self, scheduler: Scheduler, runner: Runner, runs_ahead: bool) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self.runs_ahead = runs_ahead
-        self._in_flight: tuple[SchedulerOutput, Any] | None = None  # the last step, until it is read
-
-    def step(self, take_in: TakeIn) -> bool:
-        """Launch one step, and hand its result, or the previous one's, to `take_in`. Returns whether there was work."""
-        if not self._may_run_ahead():
-            self._read(take_in)
-        output, launched = _launch(self._scheduler, self._runner)
-        self._read(take_in)
-        self._in_flight = (output, launched)
-        if not self.runs_ahead or not output.scheduled:
-            self._read(take_in)
-        return bool(output.scheduled)
-
-    def drop(self) -> None:
-        """Drop the step in flight, after an error."""
-        self._in_flight = None
-
-    def _read(self, take_in: TakeIn) -> None:
-        if self._in_flight is None:
-            return
-        (output, launched), self._in_flight = self._in_flight, None
-        _read(self._scheduler, self._runner, output, launched, take_in)
-
-    def _may_run_ahead(self) -> bool:
-        """Whether all running requests go on with one token each: none starts, is preempted or returns, and nothing
-        failed.
-        """
-        if self._in_flight is None:
-            return False
-        plan, running = self._in_flight[0].plan, self._scheduler.roster.tenants.running()
-        if self._scheduler.num_waiting or self._scheduler.manager.num_free < len(running):
-            return False  # each needs at most one block
-        if plan is not None and plan.loads:
-            return False
-        return all(map(_is_decoding, running)) and not all(request.is_answered for request in running)
-
-
-class PipelinedSteps:
-    """Steps of which as many are in flight as the scheduler says. A request is in one of them, unless its prompt takes
-    several; these are computed in their order.
+    """Launches steps, and reads them in their order. The last `depth` - 1 may be unread when the next one is scheduled:
+    none; one, if a launch returns before the device has computed; in a pipeline one for each other stage.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, runs_ahead: bool = False) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._num_stages = scheduler.config.steps_in_flight
+        self.depth = max(self._num_stages, 1 + runs_ahead)
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # the oldest first
 
     def step(self, take_in: TakeIn) -> bool:
-        """Launch a step if one can be scheduled, else read the oldest. Returns whether there was work."""
-        if len(self._in_flight) >= self._scheduler.config.steps_in_flight:
-            self._read(take_in)
+        """Launch a step if one can be scheduled, and hand results to `take_in`. Returns whether there was work."""
         while self._in_flight and not self._may_launch():
             self._read(take_in)
-        output, launched = _launch(self._scheduler, self._runner)
-        if output.scheduled:
+        started = time.perf_counter()
+        output = self._scheduler.schedule()
+        self._runner.times.schedule_s += time.perf_counter() - started
+        launched, has_unread = self._runner.launch(output), bool(self._in_flight)
+        if output.scheduled or not has_unread:
             self._in_flight.append((output, launched))
-            return True
-        if not self._in_flight:
-            return False
-        self._read(take_in)
-        return True
+        if not output.scheduled:  # what is read may make room
+            self._read(take_in)
+        while len(self._in_flight) >= self.depth:
+            self._read(take_in)
+        return bool(output.scheduled) or has_unread
 
     def drop(self) -> None:
         """Drop the steps in flight, after an error."""
         self._in_flight.clear()
 
+    def _read(self, take_in: TakeIn) -> None:
+        output, launched = self._in_flight.popleft()
+        result, started = self._runner.read(launched), time.perf_counter()
+        for request_id in result.undrawn:
+            self._scheduler.compute_again(request_id)
+        take_in(output, result)
+        self._runner.times.update_s += time.perf_counter() - started
+
     def _may_launch(self) -> bool:
         """Not behind loads, which may fail: then their requests lose what they have computed."""
-        has_loads = any(output.plan is not None and output.plan.loads for output, _ in self._in_flight)
-        return not has_loads and _leaves_all_running(self._scheduler)
+        if any(output.plan is not None and output.plan.loads for output, _ in self._in_flight):
+            return False
+        return _leaves_all_running(self._scheduler) if self._num_stages > 1 else _goes_on(self._scheduler)
 
-    def _read(self, take_in: TakeIn) -> None:
-        _read(self._scheduler, self._runner, *self._in_flight.popleft(), take_in)
+
+def _goes_on(scheduler: Scheduler) -> bool:
+    """Whether all running requests go on with one token each: none starts, is preempted or returns."""
+    running = scheduler.roster.tenants.running()
+    if scheduler.num_waiting or scheduler.manager.num_free < len(running):
+        return False  # each needs at most one block
+    return all(map(_is_decoding, running)) and not all(request.is_answered for request in running)
 
 
 def _leaves_all_running(scheduler: Scheduler) -> bool:
@@ -188,21 +161,6 @@ def _leaves_all_running(scheduler: Scheduler) -> bool:
     num_left = sum(request.num_tokens - request.num_computed_tokens for request in running)
     most = scheduler.manager.num_blocks(min(num_left, limits.max_num_batched_tokens))
     return scheduler.manager.num_free >= most + 2 * len(running)  # a block that is begun, and one that is copied
-
-
-def _launch(scheduler: Scheduler, runner: Runner) -> tuple[SchedulerOutput, Any]:
-    started = time.perf_counter()
-    output = scheduler.schedule()
-    runner.times.schedule_s += time.perf_counter() - started
-    return output, runner.launch(output)
-
-
-def _read(scheduler: Scheduler, runner: Runner, output: SchedulerOutput, launched: Any, take_in: TakeIn) -> None:
-    result, started = runner.read(launched), time.perf_counter()
-    for request_id in result.undrawn:
-        scheduler.compute_again(request_id)
-    take_in(output, result)
-    runner.times.update_s += time.perf_counter() - started
 
 
 def _is_decoding(request: Request) -> bool:
@@ -285,9 +243,7 @@ class StepLoop:
         self.inbox = Inbox()
         self.watch = Watch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
-        self.steps: Steps | PipelinedSteps = Steps(scheduler, runner, runs_ahead)
-        if scheduler.config.steps_in_flight > 1:
-            self.steps = PipelinedSteps(scheduler, runner)
+        self.steps = Steps(scheduler, runner, runs_ahead)
 
     @property
     def has_work(self) -> bool:

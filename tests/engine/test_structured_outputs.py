@@ -129,7 +129,7 @@ def test_a_step_that_is_launched_ahead_draws_when_the_last_token_is_known(model,
             held[is_constrained(rows)] += 1
             return is_constrained(rows)
 
-        sampler.is_constrained, engine.loop.steps.runs_ahead = counted, True
+        sampler.is_constrained, engine.loop.steps.depth = counted, 2
         assert together(engine, range(NUM_SEEDS)) == expected
         assert [alone(engine, seed) for seed in range(8)] == expected[:8]
     assert held[True] > 30 and held[False] > 0

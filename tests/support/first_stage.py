@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from kvstore.engine.core.step_loop import PipelinedSteps
+from kvstore.engine.core.step_loop import Steps
 
 
 class FirstStage:
@@ -34,5 +34,5 @@ def pipelined(engine, num_steps: int) -> FirstStage:
     loop = engine.loop
     loop.runner.model = stage = FirstStage(loop.runner.model)
     loop.scheduler.config = replace(loop.scheduler.config, steps_in_flight=num_steps)
-    loop.steps = PipelinedSteps(loop.scheduler, loop.runner)
+    loop.steps = Steps(loop.scheduler, loop.runner)
     return stage

@@ -156,7 +156,7 @@ def test_beams_that_are_preempted_change_nothing(family, saved_model, tmp_path):
 
 
 def ahead(engine: Engine) -> None:
-    engine.loop.steps.runs_ahead = True
+    engine.loop.steps.depth = 2
 
 
 def in_a_pipeline(engine: Engine) -> None:

@@ -105,7 +105,7 @@ def as_on_a_cpu(engine, seed: int) -> None:
 
 
 def as_on_a_device(engine, seed: int) -> None:
-    engine.loop.steps.runs_ahead = True
+    engine.loop.steps.depth = 2
     watch(engine)
 
 
