@@ -20,7 +20,7 @@ from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, ses
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, Prefetch, ReadStats, VerifyBlocks
-from kvstore.engine.outputs import MOST_ASKED, LastUsages
+from kvstore.engine.outputs import MOST_ASKED, Usage
 from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
 from kvstore.engine.sessions.window import lineage_of
 from kvstore.engine.stats import EngineStats
@@ -41,11 +41,13 @@ RETRY_S = 2.0  # for resuming interrupted deletions, in all; the rest waits for 
 
 
 class Admin:
-    """Administration of an engine, beside its requests. Any thread may call it. usages: of a server's last requests."""
+    """Administration of an engine, beside its requests. Any thread may call it. usages: by tenant and id, of answers
+    of a server's last requests.
+    """
 
     def __init__(self, chats: Chats) -> None:
         self._chats = chats
-        self.usages = LastUsages()
+        self.usages = dict[tuple[str, str], tuple[Usage, ...]]()
         self._client = chats.client
         self._sessions = chats.sessions
         self._last_expiry_s = -math.inf
@@ -243,11 +245,18 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.unshared_blocks_of(key)
 
+    def note(self, tenant: str, request_id: str, usages: Sequence[Usage]) -> None:
+        """Note the answers that a request has so far. For one thread alone."""
+        self.usages.pop((tenant, request_id), None)
+        self.usages[tenant, request_id] = tuple(usages)
+        if len(self.usages) > MOST_ASKED:
+            del self.usages[next(iter(self.usages))]
+
     def why(self, request_id: str, tenant: str = "") -> dict[str, object]:
         """What a request of the server has computed although an earlier one of its conversation had it, and why: a
         usage for each of its answers. Raises RequestError if it is none of the last ones of this tenant.
         """
-        usages = self.usages.get(tenant, request_id)
+        usages = self.usages.get((tenant, request_id))
         if not usages:
             raise RequestError(f"there is no request {request_id[:64]!r} among the last {MOST_ASKED:,}", param="id")
         return {"request_id": request_id, "answers": msgspec.to_builtins(usages)}

@@ -3,8 +3,6 @@
 Plain data, no torch.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -14,6 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import format_size
+
+MOST_ASKED = 10_000  # requests of a server whose usages are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,30 +178,6 @@ def sum_usage(usages: Sequence[Usage]) -> Usage:
         next((usage.thinking for usage in usages if usage.thinking is not None), None),
         sum(usage.cache_write_tokens for usage in usages),
     )  # fmt: skip
-
-
-MOST_ASKED = 10_000
-
-
-class LastUsages:
-    """The usage of the requests that ended last, by tenant and id. Any thread may use it."""
-
-    def __init__(self, most: int = MOST_ASKED) -> None:
-        self._most = most
-        self._known: OrderedDict[tuple[str, str], tuple[Usage, ...]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def note(self, tenant: str, request_id: str, usages: Sequence[Usage]) -> None:
-        """usages: of the answers that it has so far."""
-        with self._lock:
-            self._known[tenant, request_id] = tuple(usages)
-            self._known.move_to_end((tenant, request_id))
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
-
-    def get(self, tenant: str, request_id: str) -> tuple[Usage, ...]:
-        """One for each answer; none if the request is not known."""
-        return self._known.get((tenant, request_id), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Why(msgspec.Struct):
 async def why(request: web.Request) -> web.Response:
     """Another tenant's request is as unknown as one that never was."""
     request_id = request.match_info["id"]
-    usages = context_of(request).engine.engine.admin.usages.get(tenant_of(request), request_id)
+    usages = context_of(request).engine.engine.admin.usages.get((tenant_of(request), request_id))
     if not usages:
         told = f"there is no request {request_id[:64]!r} among the last {MOST_ASKED:,} of yours"
         raise ApiError(404, told, param="id", code="request_not_found")

@@ -111,7 +111,7 @@ class Context:
                 self.metrics.answer_ended(turn.output, exchange.route, turn.gaps_s if has_gaps else None)
                 exchange.outputs.append(turn.output)
                 usages = [output.usage for output in exchange.outputs]
-                self.engine.engine.admin.usages.note(exchange.tenant, exchange.request_id, usages)
+                self.engine.engine.admin.note(exchange.tenant, exchange.request_id, usages)
 
     @property
     def claims(self) -> Claims:

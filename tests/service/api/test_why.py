@@ -8,7 +8,8 @@ import json
 import pytest
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.engine.outputs import MISSES, CachedTokensDetails, LastUsages, Usage
+from kvstore.engine.admin import Admin
+from kvstore.engine.outputs import MISSES, CachedTokensDetails, Usage
 from tests.support.engines import evict_cpu, evict_hbm
 from tests.support.service.talking import tenants
 from tests.support.tools import CLOCK, WEATHER
@@ -116,12 +117,12 @@ def test_a_store_without_a_server_knows_no_request(run, tmp_path):
     assert code == 1 and "no server has this store open" in error
 
 
-def test_only_the_last_requests_are_known():
-    usages = LastUsages(2)
+def test_only_the_last_requests_are_known(server, monkeypatch):
+    monkeypatch.setattr("kvstore.engine.admin.MOST_ASKED", 2)
+    admin = Admin(server.engine.chats)
     for name in "abca":
-        usages.note("", name, [Usage(1, 1, CachedTokensDetails())])
-    assert [len(usages.get("", name)) for name in "abc"] == [1, 0, 1]
-    assert usages.get("other", "a") == ()
+        admin.note("", name, [Usage(1, 1, CachedTokensDetails())])
+    assert list(admin.usages) == [("", "c"), ("", "a")]
 
 
 def test_every_cause_is_counted_from_the_start(server):
