@@ -111,9 +111,6 @@ def encode(message: object) -> bytes:
         raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
 
 
-decode_start = msgspec.msgpack.Decoder(Start).decode
-
-
 # -- the channel -------------------------------------------------------------------------------------------------------
 class Channel:
     """One end of a stream. Any thread may send and `flush`; one at a time receives.

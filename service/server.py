@@ -277,7 +277,7 @@ class Server:
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread. Requests are served once this returns."""
         engine = await asyncio.to_thread(open_engine)
-        self.context.open(AsyncEngine(engine, reads=True), Recall(engine))
+        self.context.open(AsyncEngine(engine, reads=True), Recall(engine.chats))
         language = engine.chats.language
         if language.tokenizer is not None and language.template is None:
             log(f"{language.why_no_chat}: routes that chat answer 400", {}, logging.WARNING)

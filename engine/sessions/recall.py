@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, chain_of
 from kvstore.engine.client.messages import Spliced
@@ -31,7 +31,7 @@ from kvstore.engine.text.histories import history_ids
 from kvstore.engine.text.language import answer_ids
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_length, texts_of
 from kvstore.errors import RequestError
-from kvstore.sessions.answers import AnswerStore, owner_tag
+from kvstore.sessions.answers import owner_tag
 
 LINE_COST, TURN_COST = 250, 220  # costs beside the ids, in tokens of 4 bytes
 DIGEST_BYTES = 16
@@ -250,23 +250,16 @@ class RecalledPrompt:
         return spliced, replace(self.earlier, begun_s=begun_s)
 
 
-class RecallEngine(Protocol):
-    """The parts of an engine that recall uses."""
-
-    chats: Chats
-    answers: AnswerStore
-
-
 class Recall:
     """Recognises the histories of stateless clients, for one engine.
 
-    Any thread may call it. max_tokens: how many to keep in memory; `engine.answers` has a bound of its own.
+    Any thread may call it. max_tokens: how many to keep in memory; `chats.answers` has a bound of its own.
     """
 
-    def __init__(self, engine: RecallEngine, max_tokens: int = MAX_TOKENS) -> None:
-        self._client = engine.chats.client
-        self._language = engine.chats.language
-        self._answers = engine.answers
+    def __init__(self, chats: Chats, max_tokens: int = MAX_TOKENS) -> None:
+        self._client = chats.client
+        self._language = chats.language
+        self._answers = chats.answers
         self._lines = Lines(max_tokens)
         tokenizer = self._language.tokenizer
         tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from kvstore import __version__
@@ -18,6 +19,7 @@ from kvstore.service.settings.options import COMMANDS, EPILOG, REMOVED, Command,
 
 OTHERS = {"CONFIG", "FLEET_SECRET", "REDIS_PASSWORD"}  # that are read, beside the flags of a command
 CUTOFF = 0.7  # what Kubernetes sets for a service of this name is further from ours
+_MODULES = {"plan": "plan.run", "doctor": "doctor", "vllm-config": "vllm_config"}
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -88,26 +90,13 @@ def command_of(name: str, engine_factory: Callable[..., object] | None = None) -
         from kvstore.service.settings.engine_options import engine_command
 
         return partial(_run_engine, name, engine_factory), engine_command(name)
-    if name == "plan":
-        from kvstore.service.command.plan.run import COMMAND as PLAN
-        from kvstore.service.command.plan.run import run_plan
-
-        return run_plan, PLAN
-    if name == "doctor":
-        from kvstore.service.command.doctor import COMMAND as DOCTOR
-        from kvstore.service.command.doctor import run_doctor
-
-        return run_doctor, DOCTOR
-    if name == "vllm-config":
-        from kvstore.service.command.vllm_config import COMMAND as VLLM_CONFIG
-        from kvstore.service.command.vllm_config import run_vllm_config
-
-        return run_vllm_config, VLLM_CONFIG
     if name == "completion":
-        from kvstore.service.command.completion import COMMAND as COMPLETION
-        from kvstore.service.command.completion import run_completion
+        from kvstore.service.command.completion import COMMAND, run_completion
 
-        return partial(run_completion, [command_of(one)[1] for one in COMMANDS if one != name]), COMPLETION
+        return partial(run_completion, [command_of(one)[1] for one in COMMANDS if one != name]), COMMAND
+    if name in _MODULES:
+        module = import_module(f"kvstore.service.command.{_MODULES[name]}")
+        return module.run, module.COMMAND
     from kvstore.service.command.store import STORE_COMMANDS
 
     return STORE_COMMANDS[name]

@@ -175,7 +175,7 @@ class Talk:
             return bytes(reply.read())
 
 
-def run_doctor(given: Told) -> int:
+def run(given: Told) -> int:
     """Returns 0 when something came back. Raises KVStoreError with the cause otherwise."""
     values = given.values
     talk = Talk(values["url"], values["api_key"], values["model"])

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,6 @@ SETTINGS = (
     "temperature", "max_tokens", "seed", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
-TIER_NAMES = {
-    "hbm": "hbm", "cpu": "cpu", "disk": "disk", "remote": "remote", "reencoded": "re-encoded", "quantised": "quantised",
-}  # fmt: skip
 SESSION_CHARS = 128
 MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
 
@@ -121,8 +118,8 @@ def counted(number: int, what: str) -> str:
 def turn_summary(output: RequestOutput, elapsed_s: float) -> str:
     """One line of a turn's numbers; `elapsed_s` is the time from the message to the end of the answer."""
     usage = output.usage
-    counts = {shown: getattr(usage.cached_tokens_details, name) for name, shown in TIER_NAMES.items()}
-    given = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+    counts = asdict(usage.cached_tokens_details)
+    given = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count).replace("reenc", "re-enc")
     parts = [
         f"prompt {usage.prompt_tokens:,} tokens",
         f"cached {usage.cached_tokens:,}" + (f" ({given})" if given else ""),

@@ -130,7 +130,7 @@ def _unified_block(config: Mapping[str, Any], state_bytes: int, kernel_tokens: i
     return int(kernel_tokens * math.ceil(state_bytes / (kernel_tokens * kv_bytes)))
 
 
-def run_vllm_config(given: Told) -> int:
+def run(given: Told) -> int:
     """Raises ConfigError where there is no default store; returns the exit code."""
     values = given.values
     store = values["store"] or STORE.reads.read(STORE.flag, default_store())

@@ -394,7 +394,7 @@ def test_a_history_that_began_with_copies_goes_on_in_memory(again):
     messages = [{"role": "user", "content": "This is the first message in a long talk about nothing at all."}]
     for _ in range(2):
         engine = again()
-        recall = Recall(engine)
+        recall = Recall(engine.chats)
         for _ in range(2):
             output = send(recall, messages)
             messages += [output.choices[0].message, {"role": "user", "content": "And what came then?"}]

@@ -6,7 +6,6 @@ rank that it is for, but with `cut`; what is computed after that is wrong.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -148,11 +147,6 @@ class Part:
     @property
     def _groups(self) -> list[Group]:
         return [group for group in (self.group, self.pipe) if group is not None]
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that compute the model."""
-        return math.prod(group.size for group in self._groups)
 
     def join(self, rendezvous: str | Path, host: str | None = None) -> None:
         """Join the groups, as in `Group.join`."""

@@ -69,10 +69,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprobObject(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprobObject(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

@@ -464,10 +464,6 @@ def conversation_of(body: ResponseBody) -> str | None:
 
 def check_supported(body: ResponseBody) -> None:
     """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
-    asked: dict[str, Any] = {
-        "background": body.background,
-        "cache_salt": body.cache_salt is not None,
-    }
-    for name, is_asked in asked.items():
+    for name, is_asked in (("background", body.background), ("cache_salt", body.cache_salt is not None)):
         if is_asked:
             raise bad_request(name, f"{name} is not supported here", "unsupported")

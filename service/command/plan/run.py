@@ -236,7 +236,7 @@ PLAN_OPTIONS = (
 
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
-the server that has the store open, as far as it has measured it, else assumed; the answer says which. sizing.Sizes and
+the server that has the store open, as far as it has measured it, else assumed; the answer says which. Sizes and
 --block-size are never taken from the environment, where they describe an engine.
 
 examples:
@@ -406,7 +406,7 @@ def best_row(rows: list[dict[str, Any]], capacity: int) -> dict[str, Any]:
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-def run_plan(given: Told) -> int:
+def run(given: Told) -> int:
     """Run it and return 0. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails.
 
     KeyboardInterrupt comes out after what was done so far has been shown.

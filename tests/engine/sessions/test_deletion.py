@@ -268,7 +268,7 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
     tiers = {"hbm": "16MiB", "cpu": "16MiB", "disk": "64MiB", "path": tmp_path}
     names = ("library", "ttl", "offline")
     with Engine(cache_tiers=tiers) as engine:
-        recall, groups = Recall(engine), {}
+        recall, groups = Recall(engine.chats), {}
         for name in names:
             chat = engine.chat(name)
             reply = chat.send(f"My name is {name}.", SamplingParams(temperature=0.0, max_tokens=8))

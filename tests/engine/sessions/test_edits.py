@@ -222,7 +222,7 @@ def test_places_behind_a_forgotten_message_move(engine):
 
 
 def test_answers_of_it_are_not_recognised_any_more(engine):
-    chat, recall = begun(engine), Recall(engine)
+    chat, recall = begun(engine), Recall(engine.chats)
     recall.note("", "", chat.messages[:-1], chat.last, session_id="one")
     keys = Keys(engine.facts.root(""), "")
     group = [keys.histories(keys.marks(chat.messages))[-1]]

@@ -43,7 +43,7 @@ class Client:
     def __init__(
         self, engine: Engine, tenant: str, system: str = "Be brief, and say only what you know for certain.", name=""
     ):
-        self.engine, self.recall, self.tenant, self.name = engine, Recall(engine), tenant, name
+        self.engine, self.recall, self.tenant, self.name = engine, Recall(engine.chats), tenant, name
         self.messages = [{"role": "system", "content": system}]
 
     def send(self, *said, options=NO_OPTIONS, salt="", params=None, reasoning=""):

@@ -82,12 +82,12 @@ def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
     template, num_odd = builtin.chats.language.template, 0
     for number in range(6):
         tenant = f"t{number}{system}"
-        recall, chat = Recall(builtin), builtin.chat(f"chat-{number}", tenant, system=system or None)
+        recall, chat = Recall(builtin.chats), builtin.chat(f"chat-{number}", tenant, system=system or None)
         messages = [{"role": "system", "content": system}] if system else []
         for _ in range(5):
             text, params = random_.choice(TEXTS), params_of(random_, "")
             messages.append(user(text))
-            prompts = [one.prompt_ids(tenant, "", messages) for one in (recall, Recall(builtin))]
+            prompts = [one.prompt_ids(tenant, "", messages) for one in (recall, Recall(builtin.chats))]
             known = chat.token_ids
             out = chat.send(text, params)
             num_odd += out.prompt_token_ids != template.prompt_ids(messages)
@@ -99,20 +99,23 @@ def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
 
 
 def test_every_choice_is_known_and_a_client_may_go_back_to_another(builtin):
-    recall = Recall(builtin)
+    recall = Recall(builtin.chats)
     client = Client(builtin, recall, tenant="choices")
     out = client.send("Say something", SamplingParams(n=3, max_tokens=12, temperature=2.0, seed=2))
     assert len({choice.text for choice in out.choices}) == 3
     for choice in out.choices:
         messages = [user("Say something"), assistant(choice.text), user("And then?")]
         said = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
-        for one in (recall, Recall(builtin)):
+        for one in (recall, Recall(builtin.chats)):
             prompt = one.prompt_ids("choices", "", messages)
             assert prompt[: len(out.prompt_token_ids) + len(said)] == out.prompt_token_ids + said
 
 
 def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin):
-    recall, params = Recall(builtin), SamplingParams(max_tokens=20, temperature=1.5, logit_bias=no_controls(builtin))
+    recall, params = (
+        Recall(builtin.chats),
+        SamplingParams(max_tokens=20, temperature=1.5, logit_bias=no_controls(builtin)),
+    )
     num_odd = 0
     for number in range(5):
         client = Client(builtin, recall, "Be brief.", tenant="edited")
@@ -132,11 +135,11 @@ def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin)
 
 def test_what_an_answers_text_does_not_show_stays_in_its_conversation(builtin):
     end = builtin.tokenizer.eos_token_id
-    client = Client(builtin, Recall(builtin), tenant="silent")
+    client = Client(builtin, Recall(builtin.chats), tenant="silent")
     out = client.send("Hello", greedy(6))
     out.choices[0].token_ids[2:2] = [end]
     client.recall.note("seen", "", [user("Hello")], out)
-    for one in (client.recall, Recall(builtin)):
+    for one in (client.recall, Recall(builtin.chats)):
         known = one.prompt_ids("seen", "", [*client.messages, user("x")])
         assert known[: len(out.prompt_token_ids) + 7] == out.prompt_token_ids + out.token_ids
         messages = [user("Something else"), client.messages[1], user("x")]
@@ -147,7 +150,7 @@ def test_agents_that_were_told_the_same_words_in_other_tokens_each_get_their_own
     """The named conversation's answer goes first, also after a restart; one without a name, or with a new one, gets the
     latest.
     """
-    recall, out = Recall(builtin), builtin.generate([[1, 2]], greedy(1))[0]
+    recall, out = Recall(builtin.chats), builtin.generate([[1, 2]], greedy(1))[0]
     said, whole = [user("Hello")], builtin.tokenizer.encode("Hello there", add_special_tokens=False)
     single = [i for letter in "Hello there" for i in builtin.tokenizer.encode(letter, add_special_tokens=False)]
     out.prompt_token_ids = recall.prompt_ids("agents", "", said)
@@ -157,7 +160,7 @@ def test_agents_that_were_told_the_same_words_in_other_tokens_each_get_their_own
         recall.note("agents", "", said, out, conversation=name)
     messages, before = [*said, assistant("Hello there"), user("And then?")], len(out.prompt_token_ids)
     assert single != whole
-    for one in (recall, Recall(builtin)):
+    for one in (recall, Recall(builtin.chats)):
         for tenant, name, ids in (
             ("agents", "ada", whole), ("agents", "eve", single), ("agents", "new", single), ("agents", "", single),
             ("others", "ada", whole), ("others", "eve", whole),
@@ -167,7 +170,7 @@ def test_agents_that_were_told_the_same_words_in_other_tokens_each_get_their_own
 
 
 def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
-    recall = Recall(builtin)
+    recall = Recall(builtin.chats)
     for messages in (
         [user("hi")], [user("hi"), assistant("hello")], [user("a"), assistant("b"), user("c"), user("d")],
         [{"role": "system", "content": "s"}], [{"role": "tool", "content": "42"}, user("q")],
@@ -180,16 +183,16 @@ def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
 
 def test_a_model_without_a_template_says_so(tmp_path):
     with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="has no tokenizer"):
-        Recall(engine).prompt_ids("", "", [user("hi")])
+        Recall(engine.chats).prompt_ids("", "", [user("hi")])
 
 
 def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
-    recall, chat = Recall(builtin), builtin.chat("noted", "own")
+    recall, chat = Recall(builtin.chats), builtin.chat("noted", "own")
     out = chat.send("Hello there", SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True, seed=8))
     recall.note("own", "", [user("Hello there")], out, session_id="noted")
     messages = [*chat.messages, user("More")]
     known = out.prompt_token_ids + out.token_ids
-    for one in (recall, Recall(builtin)):
+    for one in (recall, Recall(builtin.chats)):
         assert one.prompt_ids("own", "", messages)[: len(known)] == known
     assert recall.forget_session("other", "noted")
     assert recall.prompt_ids("own", "", messages)[: len(known)] == known
@@ -199,7 +202,7 @@ def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
 
 def test_the_calls_of_an_answer_are_its_tenants_until_its_session_is_deleted(builtin):
     """In any form of the same JSON. What another says is what it sent."""
-    recall, chat = Recall(builtin), builtin.chat("calls", "own")
+    recall, chat = Recall(builtin.chats), builtin.chat("calls", "own")
     must_call = AnswerOptions([WEATHER], tool_choice="required")
     out = chat.send("Hello there", SamplingParams(max_tokens=80), must_call)
     recall.note("own", "", [user("Hello there")], out, session_id="calls", options=must_call)
@@ -282,7 +285,7 @@ def test_an_answer_that_is_opened_otherwise_than_it_was_is_text():
 
 # -- what is cached ----------------------------------------------------------------------------------------------------
 def test_the_next_request_computes_only_what_is_new(builtin):
-    client = Client(builtin, Recall(builtin), "Be brief.", tenant="cached")
+    client = Client(builtin, Recall(builtin.chats), "Be brief.", tenant="cached")
     params = SamplingParams(max_tokens=30, temperature=1.2, ignore_eos=True, seed=5)
     known: list[int] = []
     for text in TEXTS[:5]:
@@ -304,7 +307,7 @@ def test_the_next_request_computes_only_what_is_new(builtin):
 def test_after_a_restart_the_answers_lead_to_what_is_on_disk(model, tmp_path):
     params = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True, seed=5)
     with open_engine(model, tmp_path / "store") as engine:
-        client = Client(engine, Recall(engine), "Be brief.")
+        client = Client(engine, Recall(engine.chats), "Be brief.")
         for text in TEXTS[:3]:
             out = client.send(text, params)
         known = out.prompt_token_ids + out.token_ids
@@ -314,7 +317,7 @@ def test_after_a_restart_the_answers_lead_to_what_is_on_disk(model, tmp_path):
     files = b"".join(path.read_bytes() for path in (tmp_path / "store" / "answers").iterdir())
     assert not any(message["content"].encode() in files for message in client.messages)
     with open_engine(model, tmp_path / "store") as engine:
-        client.engine, client.recall = engine, Recall(engine)
+        client.engine, client.recall = engine, Recall(engine.chats)
         out = client.send("Do you remember?", params)
         assert out.prompt_token_ids[: len(known)] == known
         assert out.usage.cached_tokens_details.disk >= (len(known) - 1) // 16 * 16
@@ -326,7 +329,7 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
     template, bias = engine.chats.language.template, no_controls(engine)
     num_odd = 0
     for seed in range(4):
-        random_, recall = random.Random(seed), Recall(engine)
+        random_, recall = random.Random(seed), Recall(engine.chats)
         clients = [Client(engine, recall, random_.choice(["", "Be brief."]), f"tenant-{n % 2}") for n in range(3)]
         for step in range(30):
             client = random_.choice(clients)
@@ -341,7 +344,7 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
                 other = random_.choice(clients)
                 client.messages = list(other.messages)
             elif action < 0.37:
-                client.recall = Recall(engine)
+                client.recall = Recall(engine.chats)
             seeded = SamplingParams(max_tokens=random_.randint(8, 24), logit_bias=bias, seed=100 * seed + step)
             out = client.send(random_.choice(TEXTS), seeded)
             plain = template.prompt_ids(client.messages[:-1])

@@ -329,7 +329,7 @@ class Client:
     """Sends all it has, with the field, every time."""
 
     def __init__(self, engine):
-        self.engine, self.recall, self.messages = engine, Recall(engine), []
+        self.engine, self.recall, self.messages = engine, Recall(engine.chats), []
 
     def send(self, *parts):
         self.messages.append({"role": "user", **_joined(asking(*parts)["content"])})

@@ -165,7 +165,7 @@ def opened(loop: SeededLoop) -> tuple[Context, SimulatedCore]:
     engine._open_front(None, None, ExitStack())
     options = ServeOptions()
     context = Context(options, Access(options), Limits(options), Metrics(), 0)
-    context.open(AsyncEngine(engine), Recall(engine))
+    context.open(AsyncEngine(engine), Recall(engine.chats))
     return context, core
 
 
