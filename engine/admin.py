@@ -41,8 +41,8 @@ RETRY_S = 2.0  # for resuming interrupted deletions, in all; the rest waits for 
 
 
 class Admin:
-    """Administration of an engine, beside its requests. Any thread may call it. usages: by tenant and id, of answers
-    of a server's last requests.
+    """Administration of an engine, beside its requests. Any thread may call it. usages: by tenant and id, of the
+    answers of a server's last requests, which that server's loop alone changes.
     """
 
     def __init__(self, chats: Chats) -> None:
@@ -244,13 +244,6 @@ class Admin:
         if not self._sessions.exists(key):
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.unshared_blocks_of(key)
-
-    def note(self, tenant: str, request_id: str, usages: Sequence[Usage]) -> None:
-        """Note the answers that a request has so far. For one thread alone."""
-        self.usages.pop((tenant, request_id), None)
-        self.usages[tenant, request_id] = tuple(usages)
-        if len(self.usages) > MOST_ASKED:
-            del self.usages[next(iter(self.usages))]
 
     def why(self, request_id: str, tenant: str = "") -> dict[str, object]:
         """What a request of the server has computed although an earlier one of its conversation had it, and why: a

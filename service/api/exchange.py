@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from kvstore.engine.async_engine import AsyncEngine
-from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.outputs import MOST_ASKED, Piece, RequestOutput
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.turns import Claims, Script, Turn
 from kvstore.service.api.metrics import RecentStats
@@ -110,8 +110,11 @@ class Context:
                 await asyncio.wait([turn.task], timeout=CLEAN_UP_S)
                 self.metrics.answer_ended(turn.output, exchange.route, turn.gaps_s if has_gaps else None)
                 exchange.outputs.append(turn.output)
-                usages = [output.usage for output in exchange.outputs]
-                self.engine.engine.admin.note(exchange.tenant, exchange.request_id, usages)
+                known, name = self.engine.engine.admin.usages, (exchange.tenant, exchange.request_id)
+                known.pop(name, None)
+                known[name] = tuple(output.usage for output in exchange.outputs)
+                if len(known) > MOST_ASKED:
+                    del known[next(iter(known))]
 
     @property
     def claims(self) -> Claims:

@@ -272,7 +272,7 @@ def grown_since(before: Counter[str]) -> dict[str, int]:
 def fill_usages(server: Serving) -> None:
     """As if as many requests had ended as it tells of."""
     for number in range(MOST_ASKED):
-        server.engine.admin.note("", f"{number}", [Usage(0, 0, CachedTokensDetails(number))])
+        server.engine.admin.usages["", f"{number}"] = (Usage(0, 0, CachedTokensDetails(number)),)
 
 
 def talk(server: Serving) -> None:

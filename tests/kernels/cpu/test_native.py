@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.kernels.cpu import native
+from tests.support.faults import constants
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small() -> Iterator[None]:
     """One file stands for all, which take many seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "SOURCES", ("masks.c",))
-        patch.setattr(native, "HEADERS", ())
+    with constants(native, SOURCES=("masks.c",), HEADERS=()):
         yield
 
 

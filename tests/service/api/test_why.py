@@ -8,9 +8,10 @@ import json
 import pytest
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.engine.admin import Admin
-from kvstore.engine.outputs import MISSES, CachedTokensDetails, Usage
+from kvstore.engine.outputs import MISSES
+from kvstore.service.api import exchange
 from tests.support.engines import evict_cpu, evict_hbm
+from tests.support.faults import constants
 from tests.support.service.talking import tenants
 from tests.support.tools import CLOCK, WEATHER
 
@@ -117,12 +118,12 @@ def test_a_store_without_a_server_knows_no_request(run, tmp_path):
     assert code == 1 and "no server has this store open" in error
 
 
-def test_only_the_last_requests_are_known(server, monkeypatch):
-    monkeypatch.setattr("kvstore.engine.admin.MOST_ASKED", 2)
-    admin = Admin(server.engine.chats)
-    for name in "abca":
-        admin.note("", name, [Usage(1, 1, CachedTokensDetails())])
-    assert list(admin.usages) == [("", "c"), ("", "a")]
+def test_only_the_last_requests_are_known(server):
+    server.engine.admin.usages.clear()
+    with constants(exchange, MOST_ASKED=2):
+        replies = [server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1}) for _ in range(3)]
+    asked = [server.get(f"/requests/{reply.headers['x-request-id']}/why") for reply in replies]
+    assert [reply.status for reply in asked] == [404, 200, 200]
 
 
 def test_every_cause_is_counted_from_the_start(server):
