@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.remote.address import parse_prefill_url
 from kvstore.remote.names import fleet_secret
-from kvstore.remote.object_address import ObjectAddress, parse_remote_url
+from kvstore.remote.object_address import parse_remote_url
 from kvstore.sessions.shared.address import parse_session_url
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -328,14 +328,6 @@ class CacheTiers:
         if 0 < int(self.disk) < LEAST_DISK_BYTES:
             given, least = format_size(int(self.disk)), format_size(LEAST_DISK_BYTES)
             raise ConfigError("disk", given, f"give at least {least}, or 0 to keep nothing there")
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether all tiers can have what is kept behind a block beside its KV. Objects cannot, and no server hands it
-        to one of another role.
-        """
-        is_object = self.remote is not None and isinstance(parse_remote_url(self.remote), ObjectAddress)
-        return self.role is None and not is_object
 
     def check_room(self, block_bytes: int, num_state_blocks: int = 0) -> None:
         """Raises ConfigError when a tier has no room for blocks of this size. num_state_blocks: below HBM there must be

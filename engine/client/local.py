@@ -101,8 +101,6 @@ def open_model(
         if model.spec.state is not None and config.state_dtype != "auto":
             state = replace(model.spec.state, stored_dtype=getattr(torch, config.state_dtype))
             model.spec = replace(model.spec, state=state)
-        if not config.tiers.keeps_states:
-            model.spec = replace(model.spec, windows=())
         num_blocks, num_slots = num_hbm_blocks(
             model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes
         )

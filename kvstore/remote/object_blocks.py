@@ -4,10 +4,14 @@ A group is named by its last block, whose id says all that came before, and reac
 of its chain: so who knows the chain knows the names. It is the values of its blocks one after the other, all of one
 size, and so its own size says where it begins. A group never changes, and ends where a system prompt or a turn does:
 else a conversation that goes on from there in another way would not know its name.
+
+A state is a chain of its own, built on the block that it stands behind. A turn ends there, and so a group: states are
+looked for where the groups end that are found.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from bisect import bisect_right
@@ -20,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
+from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId, state_chain
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.codec import check_landed, decode_header, encode_head
 from kvstore.errors import RemoteError
@@ -45,6 +49,7 @@ from kvstore.tiers.port import (
 MOST_PLACES = 1 << 18
 MOST_GROUP_BLOCKS = 64  # in so many places of a chain its last group may end, and all are asked for at once
 FIRST_GROUPS = 8  # that are asked for at once, then as many as were found
+STATES_AT_ONCE = 64
 MOST_DELETES = 4000  # within a deadline
 MOST_RENEWALS = 32  # with one put
 
@@ -104,6 +109,8 @@ PROMPT = Deadlines()
 
 class ObjectBlocks:
     """ttl_s: after more of its chain was stored. block_size: tokens of a block; block_bytes: its payload.
+    num_state_blocks: of what is kept behind a block beside its KV, 0 for nothing. state_span: behind so many blocks
+    before it a border needs that.
 
     Raises ConfigError when what signs in is missing or wrong as far as that can be seen here.
     """
@@ -112,9 +119,11 @@ class ObjectBlocks:
 
     def __init__(
         self, address: ObjectAddress, names: BlockNames, ttl_s: float, block_size: int, block_bytes: int,
-        clock: Callable[[], float] = time.time, deadlines: Deadlines = PROMPT,
+        clock: Callable[[], float] = time.time, deadlines: Deadlines = PROMPT, num_state_blocks: int = 0,
+        state_span: int = 1,
     ) -> None:  # fmt: skip
         self.address, self.names, self.ttl_s, self.clock, self.deadlines = address, names, ttl_s, clock, deadlines
+        self.block_size, self.num_state_blocks, self.state_span = block_size, num_state_blocks, state_span
         self.places = Places()
         nothing = BlockRecord(
             bytes(BLOCK_ID_BYTES), bytes(BLOCK_ID_BYTES), bytes(4 * block_size), bytes(BLOCK_ID_BYTES)
@@ -149,12 +158,51 @@ class ObjectSession:
     # -- what is there -----------------------------------------------------------------------------------------------
     def ask(self, chain: Chain) -> list[bool]:
         """As of `TierSession`, but only `write` lengthens a life: nothing is stored anew to say that it was of use."""
-        return _are_in(self._groups(chain), chain)
+        return self._client.run(self._ask(chain), self._ask_s)
 
-    def _groups(self, chain: Chain) -> list[BlockGroup]:
+    async def _ask(self, chain: Chain) -> list[bool]:
+        if not self._shared.num_state_blocks:
+            return _are_in(await self._groups(chain), chain)
+        own = Chain(chain.root, chain.ids[: len(chain.ids) // 2])
+        groups = await self._groups(own)
+        states = await self._find_states(own, [group.end for group in groups])
+        return _are_in(groups, own) + [number in states for number in range(len(own.ids))]
+
+    async def _find_states(self, chain: Chain, ends: Sequence[int]) -> set[int]:
+        """Numbers of blocks that have a state behind them: all that the longest prefix needs that has all of them, and
+        others that were seen on the way. ends: of groups, the last one first; a prefix that has states ends there.
+        """
+        shared, there, looked = self._shared, set[int](), set[int]()
+        for first in range(0, len(ends), STATES_AT_ONCE):
+            some = ends[first : first + STATES_AT_ONCE]
+            names = [shared.names.of(self._state(chain.ids[end - 1]).ids[-1]) for end in some]
+            infos = await self._client.look_up(names)
+            last = [end for end, info in zip(some, infos, strict=True) if info is not None]
+            there.update(end - 1 for end in last)
+            for end in last:
+                needed = set(range(max(0, end - shared.state_span), end))
+                new = sorted(needed - looked)
+                looked |= needed
+                found = await asyncio.gather(*(self._has_state(chain.ids[number]) for number in new))
+                there -= set(new)
+                there.update(number for number, is_there in zip(new, found, strict=True) if is_there)
+                if needed <= there:
+                    return there
+        return there
+
+    def _state(self, block_id: BlockId) -> Chain:
+        """The state behind this block, as a chain of its own."""
+        num_blocks = self._shared.num_state_blocks
+        return Chain(block_id, tuple(state_chain(block_id, num_blocks, self._shared.block_size)), (num_blocks,))
+
+    async def _has_state(self, block_id: BlockId) -> bool:
+        chain = self._state(block_id)
+        return all(_are_in(await self._groups(chain), chain))
+
+    async def _groups(self, chain: Chain) -> list[BlockGroup]:
         """Those of a chain that are worth reading, the last one first. All live as long as what was stored last."""
         groups, youngest_s = list[BlockGroup](), 0.0
-        for group in self._find_groups(chain):
+        for group in await self._find_groups(chain):
             youngest_s = max(youngest_s, group.stored_s)
             if self._shared.clock() - youngest_s <= self._shared.ttl_s:
                 groups.append(group)
@@ -164,22 +212,25 @@ class ObjectSession:
     def _learn(self, name: str, block_ids: Sequence[BlockId]) -> None:
         self._shared.places.learn((one, GroupPlace(name, number)) for number, one in enumerate(block_ids))
 
-    def _find_groups(self, chain: Chain) -> list[BlockGroup]:
-        most, deadline_s = self._shared.group_blocks, time.monotonic() + self._ask_s
+    async def _find_groups(self, chain: Chain) -> list[BlockGroup]:
+        most, num_blocks = self._shared.group_blocks, len(chain.ids)
         found: dict[int, BlockGroup] = {}  # by end
-        whole = [most * (i + 1) for i in range(len(chain.ids) // most)]  # ends of groups that can be no longer
+        whole = [*range(most, num_blocks + 1, most)]  # ends of groups that can be no longer
+        if num_blocks % most and num_blocks in chain.ends:
+            whole.append(num_blocks)
         num_whole = 0
         while num_whole < len(whole):  # what follows something that is not there is not asked for
             ends = whole[num_whole:][: max(FIRST_GROUPS, num_whole)]
-            found |= self._look(chain, ends, deadline_s)
+            found |= await self._look(chain, ends)
             num_new = next((i for i, end in enumerate(ends) if end not in found), len(ends))
             num_whole += num_new
             if num_new < len(ends):
                 break
-        in_parts = [end for end in whole[:num_whole] if found[end].start > end - most]  # stored turn by turn
-        ends = [one for end in in_parts for one in range(end - most + 1, found[end].start + 1)]
-        ends += range(most * num_whole + 1, min(most * (num_whole + 1), len(chain.ids) + 1))
-        found |= self._look(chain, ends, deadline_s)
+        starts = [end - (end - 1) % most - 1 for end in whole[:num_whole]]
+        in_parts = zip(starts, whole, strict=False)  # stored turn by turn
+        ends = [one for start, end in in_parts for one in range(start + 1, found[end].start + 1)]
+        ends += range(most * num_whole + 1, min(most * (num_whole + 1), num_blocks + 1))
+        found |= await self._look(chain, ends)
         groups = list[BlockGroup]()
         for start in range(most * num_whole, -1, -most):
             end = max((one for one in range(start + 1, start + most + 1) if one in found), default=0)
@@ -188,11 +239,11 @@ class ObjectSession:
                 end = found[end].start
         return groups
 
-    def _look(self, chain: Chain, ends: Sequence[int], deadline_s: float) -> dict[int, BlockGroup]:
+    async def _look(self, chain: Chain, ends: Sequence[int]) -> dict[int, BlockGroup]:
         """The groups of a chain that end there."""
         names = [self._shared.names.of(chain.ids[end - 1]) for end in ends]
         found: dict[int, BlockGroup] = {}
-        for end, name, info in zip(ends, names, self._client.infos(names, deadline_s - time.monotonic()), strict=True):
+        for end, name, info in zip(ends, names, await self._client.look_up(names), strict=True):
             count, rest = divmod(0 if info is None else info.num_bytes, self._shared.value_bytes)
             if info is not None and not rest and 1 <= count <= (end - 1) % self._shared.group_blocks + 1:
                 found[end] = BlockGroup(name, end - count, end, info.stored_s)  # else it was cut off
@@ -258,7 +309,7 @@ class ObjectSession:
         return Written([] if batch.chain is None else self._put(batch.chain, batch.jobs))
 
     def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
-        groups = self._groups(chain)
+        groups = self._client.run(self._groups(chain), self._ask_s)
         there = _are_in(groups, chain)
         results = [Stored(job.record.block_id) for job in jobs if there[job.index]]
         missing = enumerate(job for job in jobs if not there[job.index])
@@ -311,12 +362,28 @@ class ObjectSession:
 
     # -- deleting ----------------------------------------------------------------------------------------------------
     def _delete(self, block_ids: Sequence[BlockId]) -> None:
-        """The groups that end with one of these, and those that have one inside, as far as they were seen here."""
-        places = self._shared.places
-        names = [*map(self._shared.names.of, block_ids), *{place.group for place in places.of(block_ids) if place}]
+        """The groups that end with one of these, and those that have one inside, as far as they were seen here; and the
+        states behind such ends.
+        """
+        places, states = self._shared.places, list[BlockId]()
+        for start in range(0, len(block_ids) if self._shared.num_state_blocks else 0, MOST_DELETES):
+            states += self._client.run(self._behind(block_ids[start : start + MOST_DELETES]), self._transfer_s)
+        names = [self._shared.names.of(one) for one in (*states, *block_ids)]  # in this order: it may be tried again
+        names += {place.group for place in places.of(block_ids) if place}
         for start in range(0, len(names), MOST_DELETES):
             self._client.remove(names[start : start + MOST_DELETES], self._transfer_s)
         places.lose(block_ids)
+
+    async def _behind(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """The blocks of those states behind these blocks whose beginning or end is there."""
+        shared, name_of = self._shared, self._shared.names.of
+        if shared.state_span == 1:  # each is where a group ends
+            infos = await self._client.look_up([name_of(one) for one in block_ids])
+            block_ids = [one for one, info in zip(block_ids, infos, strict=True) if info is not None]
+        states = [self._state(one).ids for one in block_ids]
+        begins = await self._client.look_up([name_of(ids[: shared.group_blocks][-1]) for ids in states])
+        ends = await self._client.look_up([name_of(ids[-1]) for ids in states])
+        return [one for ids, *infos in zip(states, begins, ends, strict=True) if any(infos) for one in ids]
 
 
 def _are_in(groups: Sequence[BlockGroup], chain: Chain) -> list[bool]:

@@ -82,7 +82,7 @@ class ObjectClient:
 
     def __init__(self, address: ObjectAddress, store: Any) -> None:
         self.address, self._store = address, store
-        self._runner = asyncio.Runner()
+        self._runner, self._places = asyncio.Runner(), asyncio.Semaphore(MOST_AT_ONCE)
 
     def close(self) -> None:
         """Also lets obstore's threads leave Python: one that still has to when the interpreter ends aborts the process
@@ -93,15 +93,19 @@ class ObjectClient:
 
     def infos(self, names: Sequence[str], timeout_s: float) -> list[ObjectInfo | None]:
         """None: it is not there."""
-        return self._run(self._at_once(self._info, names), timeout_s)
+        return self.run(self.look_up(names), timeout_s)
+
+    async def look_up(self, names: Sequence[str]) -> list[ObjectInfo | None]:
+        """The same, of what `run` runs."""
+        return await self._at_once(self._info, names)
 
     def read(self, spans: Sequence[ByteRange], timeout_s: float) -> list[memoryview | None]:
         """None: it is not there. One that was cut off is shorter."""
-        return self._run(self._at_once(self._read, spans), timeout_s)
+        return self.run(self._at_once(self._read, spans), timeout_s)
 
     def write(self, name: str, data: bytes | bytearray, timeout_s: float) -> None:
         """All of an object or nothing, in place of what was there."""
-        self._run(self._write(name, data), timeout_s)
+        self.run(self._write(name, data), timeout_s)
 
     def renew(self, name: str, timeout_s: float) -> None:
         """Make it as new: buckets have no other way than to store it once more, unless it was deleted meanwhile."""
@@ -115,11 +119,11 @@ class ObjectClient:
             as_found: Any = {name: found[name] for name in ("e_tag", "version") if found.get(name) is not None}
             await obstore.put_async(self._store, name, data, mode=as_found, use_multipart=False)
 
-        self._run(renew(), timeout_s)
+        self.run(renew(), timeout_s)
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         """Those that are there."""
-        self._run(self._remove(names), timeout_s)
+        self.run(self._remove(names), timeout_s)
 
     def look(self, prefix: str, timeout_s: float) -> None:
         """Whether it answers: a list of what is below this prefix, as a question for one object says nothing."""
@@ -128,10 +132,9 @@ class ObjectClient:
             async for _ in obstore.list(self._store, prefix):
                 return
 
-        self._run(look(), timeout_s)
+        self.run(look(), timeout_s)
 
-    # -- in the loop -------------------------------------------------------------------------------------------------
-    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         try:
             if self.address.scheme == "file" and not os.path.isdir(self.address.prefix):
                 work.close()  # else it would be made anew, where something should be mounted
@@ -141,11 +144,10 @@ class ObjectClient:
             is_full = self.address.scheme == "file" and _NO_ROOM.search(str(error))
             raise (NoRoomError if is_full else RemoteError)(f"{self.address}: {_words(error)}") from error
 
+    # -- in the loop -------------------------------------------------------------------------------------------------
     async def _at_once(self, work: Callable[[A], Coroutine[Any, Any, T]], objects: Sequence[A]) -> list[T]:
-        places = asyncio.Semaphore(MOST_AT_ONCE)
-
         async def one(of: A) -> T:
-            async with places:
+            async with self._places:
                 return await work(of)
 
         return await asyncio.gather(*map(one, objects))

@@ -77,7 +77,7 @@ class OwnedSession(RespSession):
             elif (payload := job.fetch()) is None:
                 results.append(Stored(job.record.block_id, GONE))
             else:
-                before = chain.ids[job.index - 1] if job.index else b""
+                before = chain.ids[job.index - 1] if job.index else job.record.parent_id if job.record.is_state else b""
                 batch.append((job.record.block_id, before, encode_head(job.record, payload) + bytes(payload)))
                 size += payload.nbytes
             if size >= CHAIN_BATCH_BYTES:

@@ -36,8 +36,8 @@ WRONG_PROMPT = frozenset({400, 413})  # statuses that say nothing about other pr
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """token_ids: as bytes of whole blocks (`blocks.ids.token_bytes`). seconds: that the answer may take. turn_starts:
-    as in `kvstore.store.seam.NewRequest`.
+    """token_ids: as bytes (`blocks.ids.token_bytes`) of whole blocks and one token more, so that a state is kept behind
+    the last of these. seconds: that the answer may take. turn_starts: as in `kvstore.store.seam.NewRequest`.
     """
 
     token_ids: bytes

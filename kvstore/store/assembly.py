@@ -72,8 +72,10 @@ def open_tiered(
         if opening is not None:
             opened.callback(opening.close)
         tiers.check_room(layout.block_bytes, layout.checkpoint_blocks)
-        if layout.num_state_blocks:
-            check_with_states(tiers)
+        if layout.num_state_blocks and tiers.codec == "int8":
+            raise ConfigError(
+                "codec", "int8, but the model keeps states or windows beside its KV", "give exact12 or raw"
+            )
         name = fingerprint(None if directory is None else directory.path / "weights.json")
         num_arena_blocks = max(least_arena_blocks + 2 * layout.checkpoint_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
@@ -120,17 +122,6 @@ def open_tiered(
     return connector
 
 
-def check_with_states(tiers: CacheTiers) -> None:
-    """Raises ConfigError for what a model that keeps states cannot have."""
-    if tiers.codec == "int8":
-        raise ConfigError("codec", "int8, but the model keeps states or windows beside its KV", "give exact12 or raw")
-    if tiers.role is not None:
-        raise ConfigError("role", f"{tiers.role}, but the model keeps states beside its KV", "leave it out")
-    if tiers.remote is not None and isinstance(parse_remote_url(tiers.remote), ObjectAddress):
-        value = f"{tiers.remote}, but objects have the KV of a model that keeps states, and not these"
-        raise ConfigError("remote", value, "give a Redis: redis://host")
-
-
 def holdings_of(root_of: Callable[[str], BlockId], on_disk: OpenDisk | None) -> Holdings:
     return Holdings(root_of, () if on_disk is None else on_disk.records)
 
@@ -148,7 +139,8 @@ def remote_source(
     workers = [TierWorker("remote", one, wake, AT_ONCE_LIMITS) for one in open_shared(tiers, names, layout)]
     prefill = open_prefill(tiers, fleet, fingerprint, wake)
     shared = workers[0] if len(workers) == 1 else SpreadTier(workers)
-    return RemoteSource(shared, None if disk is None else disk.read, prefill)
+    has_objects = isinstance(parse_remote_url(str(tiers.remote)), ObjectAddress)
+    return RemoteSource(shared, None if disk is None else disk.read, prefill, finds_states=has_objects)
 
 
 def open_prefill(
@@ -166,7 +158,11 @@ def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> list[
     if isinstance(address, ObjectAddress):
         from kvstore.remote.object_blocks import ObjectBlocks  # needs obstore, which only some have
 
-        return [ObjectBlocks(address, names, tiers.remote_ttl_s, layout.block_size, layout.block_bytes)]
+        objects = ObjectBlocks(
+            address, names, tiers.remote_ttl_s, layout.block_size, layout.block_bytes,
+            num_state_blocks=layout.num_state_blocks, state_span=max(layout.window_blocks, 1),
+        )  # fmt: skip
+        return [objects]
     return [RedisBlocks(one, names, tiers.remote_ttl_s) for one in address]
 
 

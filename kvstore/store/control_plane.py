@@ -260,8 +260,6 @@ class KVStore:
             content = self.stored.with_states(request, border)
             if request.conversation is not None:
                 self.stored.claim_states(content, request.conversation)
-            if plan is not None and self.remote is not None:
-                self.remote.offer_state(content, border)
         return plan
 
     def _delete_old_states(self, request: Tracked, borders: set[int]) -> None:
@@ -299,8 +297,6 @@ class KVStore:
         self.prefetcher.remove(request_id)
         request = self.requests.remove(request_id)
         if request is not None:
-            if self.remote is not None:
-                self.remote.offer(request)
             self.saver.remove(request)
             if self.disk is not None:
                 self.disk.contents.touch(request.chain, request.conversation)

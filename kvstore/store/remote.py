@@ -26,7 +26,7 @@ from kvstore.store.parts import Stage
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Tracked
-from kvstore.store.stored import ChainContent, Deletions, StoredBlocks, TierReads
+from kvstore.store.stored import Deletions, StoredBlocks, TierReads
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Asked, Chain, Done, ReadDone, WriteDone
 
@@ -53,14 +53,14 @@ class Elsewhere:
     def ask(self, request: Tracked) -> None:
         """Let the rest of a prompt be computed there, if that is worth it. The request then waits, once at most."""
         num_blocks = request.num_loadable(self._block_size)
-        num_missing = num_blocks - request.num_hbm_blocks - len(request.arrival)
-        if num_missing * self._block_size < LEAST_TOKENS or not request.is_exact or request.was_elsewhere:
+        num_missing = num_blocks - request.num_hbm_blocks - len(request.tiers)
+        if num_missing * self._block_size < LEAST_TOKENS or request.is_spliced or request.was_elsewhere:
             return
         request.was_elsewhere = True
         seconds = self._patience_s(num_missing * self._block_size)
         name = request.chain[num_blocks - 1]
         if name not in self._waiting:
-            tokens = bytes(request.tokens[: num_blocks * self._block_size * TOKEN_BYTES])
+            tokens = bytes(request.tokens[: (num_blocks * self._block_size + 1) * TOKEN_BYTES])
             root, starts = request.lineage.root, request.turn_starts
             if not self.server.ask(name, PrefillJob(tokens, root, request.tenant, seconds, starts)):
                 return
@@ -140,12 +140,14 @@ class Questions:
 class RemoteSource:
     """read: reads a block from disk, in any thread; None without a disk. prefill: another server, which computes
     prompts for this one; None without one. is_told: its owner hears by itself of what is evicted by hand.
+    finds_states: what is deleted there takes the states behind it along.
     """
 
     tier: Believed
     read: Callable[[BlockRecord, memoryview], ReadResult] | None
     prefill: PrefillServer | None = None
     is_told: bool = False
+    finds_states: bool = False
 
 
 class RemoteBlocks:
@@ -161,7 +163,7 @@ class RemoteBlocks:
         self._ended: deque[Done] = deque()
         self.questions = Questions(source.tier, stored, clock, planner.always)
         self.deletes = Deletions(source.tier, MOST_DELETES)
-        self.stores = RemoteStores(source.tier, context.cpu, stored, source.read, context.view, clock)
+        self.stores = RemoteStores(source.tier, context.cpu, stored, source.read, context.view, clock, self.deletes)
         self.elsewhere = None
         if source.prefill is not None:
             self.elsewhere = Elsewhere(source.prefill, planner, clock, stored.block_size, self.questions.ask)
@@ -224,14 +226,16 @@ class RemoteBlocks:
             self._stats.losses.note(cause, self.contents.name, block_id, why=done.result.value)
         self._cpu.release(arena_block)
 
-    def offer(self, request: Tracked) -> None:
-        """A request has ended: share what is stored of its chain."""
-        self.stores.offer(request, request.turn_starts, self.contents.contains)
-
-    def offer_state(self, content: ChainContent, num_blocks: int) -> None:
-        """Share the state behind so many blocks of a chain, which were offered before."""
-        before = frozenset(content.chain[:num_blocks])
-        self.stores.offer(content, (), lambda one: one in before or self.contents.contains(one))
+    def offer(self, request: Tracked, states: Sequence[tuple[int, int]]) -> None:
+        """A request has ended: share what is stored of its chain, and its states (see `KVStore.save_states`)."""
+        size = self._stored.block_size
+        borders = {num_tokens // size for num_tokens, _ in states}
+        ends = {start // size for start in request.turn_starts}
+        ends |= {border for border in borders if border + 1 not in borders}
+        self.stores.offer(request, sorted(ends), self.contents.contains)
+        for border in sorted(borders):
+            state = self._stored.state(request, border)
+            self.stores.offer(state, (len(state.chain),), self.contents.contains)
 
     def is_asking(self, request: Tracked, is_next: bool) -> bool:
         """Whether a request waits to hear what is there, or for another server to compute it. is_next: it could be
@@ -244,6 +248,8 @@ class RemoteBlocks:
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """Delete these there, too, with the states behind them, which may be there alone."""
         num_blocks, found = self._stored.num_state_blocks, dict.fromkeys(block_ids)
+        if self._source.finds_states:
+            num_blocks = 0
         states: set[BlockId] = set()
         for block_id in found if num_blocks else ():
             if block_id not in states:

@@ -16,10 +16,10 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.remote.spread import Believed
-from kvstore.store.stored import ChainContent, StoredBlocks
+from kvstore.store.stored import ChainContent, Deletions, StoredBlocks
 from kvstore.tiers.port import Chain, WriteDone, WriteJob, chain_batch_blocks
 
-MOST_OFFERS = 1024
+MOST_OFFERS, MOST_TRIED = 1 << 13, 64  # chains that wait, and those of them that are looked at in one poll
 MOST_BATCHES = 4  # that the tier has at a time
 OFFER_S = 60.0  # how long a chain may wait until its blocks are on disk
 LENT_SHARE = 8  # without a disk, at most one in so many arena blocks is lent to the tier
@@ -38,7 +38,9 @@ class Offer:
 
 @dataclass(eq=False)
 class RemoteStores:
-    """read: reads a block from disk into memory, in any thread. None without a disk: blocks are sent from the arena."""
+    """read: reads a block from disk into memory, in any thread. None without a disk: blocks are sent from the arena.
+    deletes: of the tier; what is stored is deleted no more.
+    """
 
     _tier: Believed
     _cpu: CpuTier
@@ -46,17 +48,19 @@ class RemoteStores:
     _read: Callable[[BlockRecord, memoryview], ReadResult] | None
     _view: Callable[[int], memoryview]
     _clock: Callable[[], float]
+    _deletes: Deletions
 
     def __post_init__(self) -> None:
         self._offers: deque[Offer] = deque()
-        self._batches: dict[int, dict[BlockId, int | None]] = {}  # that the tier has, and what is lent to it
+        # Batches that the tier has: what their chain is built on, and what is lent to it.
+        self._batches: dict[int, tuple[BlockId, dict[BlockId, int | None]]] = {}
         self._numbers = count()
         self.num_dropped = 0
         self._block_bytes = self._view(0).nbytes
         self._batch_blocks = chain_batch_blocks(self._block_bytes)
 
-    def offer(self, content: ChainContent, turn_starts: Sequence[int], is_known: Callable[[BlockId], bool]) -> None:
-        """Offer a chain, from the first block on that is not known to be there. turn_starts: in tokens."""
+    def offer(self, content: ChainContent, ends: Sequence[int], is_known: Callable[[BlockId], bool]) -> None:
+        """Offer a chain, from the first block on that is not known to be there. ends: see `Chain`."""
         size = self._stored.block_size
         end = min(len(content.chain), len(content.tokens) // (4 * size))
         first = next((i for i, one in enumerate(content.chain[:end]) if not is_known(one)), end)
@@ -65,13 +69,12 @@ class RemoteStores:
         if len(self._offers) >= MOST_OFFERS:
             self.num_dropped += end - first
             return
-        ends = tuple(start // size for start in turn_starts)
-        chain = Chain(content.lineage.root, tuple(content.chain[:end]), ends)
+        chain = Chain(content.lineage.root, tuple(content.chain[:end]), tuple(ends))
         self._offers.append(Offer(content, chain, first, end, self._clock() + OFFER_S))
 
     def pump(self) -> None:
         """Hand over as much as the tier takes now. Called once per poll."""
-        for _ in range(len(self._offers)):
+        for _ in range(min(len(self._offers), MOST_TRIED)):
             if self._tier.is_refusing or len(self._batches) >= MOST_BATCHES:
                 return
             offer = self._offers.popleft()
@@ -103,12 +106,14 @@ class RemoteStores:
         if is_over:
             self.num_dropped += offer.end - offer.next
         if jobs:
-            self._batches[number] = batch
+            self._batches[number] = offer.chain.root, batch
+            for job in jobs:
+                self._deletes.drop(job.record.block_id)
             self._tier.submit_writes(jobs, offer.chain)
         return not is_over
 
     def _may_lend(self, num_more: int) -> bool:
-        num_lent = num_more + sum(map(len, self._batches.values()))
+        num_lent = num_more + sum(len(batch) for _, batch in self._batches.values())
         return num_lent == 0 or num_lent < self._cpu.pool.num_blocks // LENT_SHARE
 
     def _from_disk(self, record: BlockRecord) -> memoryview | None:
@@ -120,7 +125,7 @@ class RemoteStores:
     def ended(self, done: WriteDone) -> list[BlockId]:
         """A batch has ended, or one server's part of it, or a deletion. Returns the blocks that are there now."""
         for job in done.batch.jobs:
-            batch = self._batches[job.handle]
+            _, batch = self._batches[job.handle]
             if (arena_block := batch.pop(job.record.block_id)) is not None:
                 self._cpu.release(arena_block)
             if not batch:
@@ -130,11 +135,10 @@ class RemoteStores:
         return stored
 
     def is_storing(self, block_ids: set[BlockId]) -> bool:
-        """Whether some of these are on their way, or wait and may be handed over."""
-        if any(not block_ids.isdisjoint(batch) for batch in self._batches.values()):
-            return True
-        waiting = (offer.chain.ids[offer.next : offer.end] for offer in self._offers)
-        return not self._tier.is_refusing and any(not block_ids.isdisjoint(ids) for ids in waiting)
+        """Whether some of these, or states behind them, are on their way, or wait and may be handed over."""
+        waiting = ((offer.chain.root, offer.chain.ids[offer.next : offer.end]) for offer in self.waiting())
+        running = self._batches.values()
+        return any(root in block_ids or not block_ids.isdisjoint(ids) for root, ids in (*running, *waiting))
 
     @property
     def num_waiting(self) -> int:

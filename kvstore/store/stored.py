@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import NO_TOKENS, TOKEN_BYTES, BlockId, Lineage, quantised_id, state_chain
@@ -356,11 +355,16 @@ class StoredBlocks:
         tokens += NO_TOKENS * self.block_size * (len(chain) - border)
         return Restorable(chain, tokens, content.lineage, content.tenant, border, self.num_state_blocks)
 
+    def state(self, content: ChainContent, border: int) -> ChainContent:
+        """The state behind so many blocks of a chain, as a chain of its own, which is built on the last of these."""
+        num_blocks, block_id = self.num_state_blocks, content.chain[border - 1]
+        chain = state_chain(block_id, num_blocks, self.block_size)
+        return ChainContent(chain, NO_TOKENS * self.block_size * num_blocks, Lineage(block_id), content.tenant)
+
     def state_records(self, content: ChainContent, border: int) -> list[BlockRecord]:
         """The records of the state behind so many blocks of a chain."""
-        tokens, chain = NO_TOKENS * self.block_size, [content.chain[border - 1]]
-        chain += state_chain(chain[0], self.num_state_blocks, self.block_size)
-        return [self._record(one, parent, tokens, content.tenant) for parent, one in pairwise(chain)]
+        state = self.state(content, border)
+        return [self.record(state, index) for index in range(len(state.chain))]
 
     def has_state(self, block_id: BlockId) -> bool:
         """Whether there is a state behind this block, or a part of it."""
@@ -400,11 +404,11 @@ class StoredBlocks:
 
     def record(self, content: ChainContent, index: int) -> BlockRecord:
         """The record of a full block."""
-        return self._record(content.chain[index], content.parent(index), self._tokens(content, index), content.tenant)
-
-    def _record(self, block_id: BlockId, parent_id: BlockId, tokens: bytes, tenant: str) -> BlockRecord:
-        own = self._identity
-        return BlockRecord(block_id, parent_id, tokens, own.fingerprint, label(tenant), own.model, self._clock())
+        own, tokens = self._identity, self._tokens(content, index)
+        return BlockRecord(
+            content.chain[index], content.parent(index), tokens, own.fingerprint, label(content.tenant), own.model,
+            self._clock(),
+        )  # fmt: skip
 
     def _tokens(self, content: ChainContent, index: int) -> bytes:
         block_bytes = self.block_size * TOKEN_BYTES

@@ -123,6 +123,8 @@ class TieredConnector:
             request, history = self.parts.store.remove(request_id, answer), self.parts.learned.history
             if request is not None and states and (plan := self.parts.store.save_states(request, states)) is not None:
                 self.parts.transfer.save_states(plan)
+            if request is not None and (remote := self.parts.store.remote) is not None:
+                remote.offer(request, states)
             if request is not None and history is not None:
                 tip = request.chain[-1] if request.chain else None
                 history.left(request_id, time.time(), answer or Answer(0), tip)

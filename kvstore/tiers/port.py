@@ -144,7 +144,9 @@ class TierSession(Protocol):
     """For one thread. A session of a believed tier raises RemoteError if the tier does not answer in time."""
 
     def ask(self, chain: Chain) -> list[bool]:
-        """Which of the chain's blocks are there. The time to live of those begins anew."""
+        """Which of the chain's blocks are there. The time to live of those begins anew. For a model that keeps states,
+        the first blocks of the states behind the chain's blocks follow these.
+        """
         ...
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:

@@ -26,7 +26,8 @@ Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class PrefillBody(msgspec.Struct, kw_only=True):
-    """token_ids: of whole blocks; none asks whether this server takes prompts of that model. root: of their chain.
+    """token_ids: what makes no whole block is not stored; none asks whether this server takes prompts of that model.
+    root: of their chain.
 
     fingerprint: of the model. tenant: whose share of this server it takes. turn_starts: where in the prompt each turn
     begins, as far as known.

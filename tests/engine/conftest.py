@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvstore import Engine
+from tests.support.buckets import Directory
 from tests.support.engines import open_engine
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, wait_for_answers
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +64,14 @@ def redis(redis_of_all: RedisServer, fleet: None) -> RedisServer:
     """Empty. A test that does something to the server starts one of its own."""
     redis_of_all.ask("FLUSHALL")
     return redis_of_all
+
+
+@pytest.fixture(params=["redis", "objects"])
+def shared(
+    request: pytest.FixtureRequest, redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RedisServer | Directory:
+    """What is shared. It is waited for."""
+    if request.param == "objects":
+        return Directory(tmp_path / "objects")
+    wait_for_answers(monkeypatch)
+    return redis

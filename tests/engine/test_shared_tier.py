@@ -18,15 +18,6 @@ PROMPT = tokens(1, 200)
 SYSTEM = "You know all that can be known of the sea, of ships, and of those who live by it. " * 3
 
 
-@pytest.fixture(params=["redis", "objects"])
-def shared(request, redis, tmp_path, monkeypatch):
-    """What is shared. It is waited for."""
-    if request.param == "objects":
-        return Directory(tmp_path / "objects")
-    wait_for_answers(monkeypatch)
-    return redis
-
-
 def replica(model, url, path=None, cpu="2MiB", **options):
     disk = {"disk": "32MiB", "path": path} if path is not None else {}
     return Engine(model, CacheTiers("2MiB", cpu, remote=url, **disk), device="cpu", load="always", **options)

@@ -8,15 +8,18 @@ import itertools
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore import CacheTiers
+from kvstore import CacheTiers, Engine
 from kvstore.remote.names import PREFILL_KEY, fleet_secret
 from kvstore.service.server import fleet_key_of
-from tests.support.engines import tokens
+from kvstore.store import remote
+from tests.support.buckets import Directory
+from tests.support.engines import greedy, tokens
+from tests.support.faults import constants
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.service.server_process import ServerProcess, launch
 from tests.support.service.serving import KEY, Serving, serving
@@ -170,6 +173,30 @@ def test_a_server_of_another_fleet_is_not_let_in(pair, monkeypatch):
         wait_until(lambda: "prefill_degraded" in stranger.get("/health").json()["reasons"], "its first probe")
         assert "401 invalid_api_key" in stranger.engine.stats()["remote"]["prefill"]["degraded"]
         assert [[text_of(chat(stranger, long("pig")))]] == alone([long("pig")])
+
+
+# -- models that keep states -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["redis", "objects"])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "GptOss"])
+def test_a_state_comes_from_the_other_server_too(family, kind, saved_model, redis, secret, tmp_path):
+    model = saved_model(family, tokenizer=True, max_position_embeddings=1024)
+    url = redis.url if kind == "redis" else Directory(tmp_path / "objects").url
+    tiers, own = {"hbm": "4MiB", "cpu": "16MiB", "remote": url}, {"device": "cpu", "dtype": "float32"}
+    prefills = {"cache_tiers": {**tiers, "role": "prefill"}, **own}
+    with ExitStack() as opened:
+        opened.enter_context(constants(remote, UNKNOWN_S=TIMEOUT_S, LEAST_S=TIMEOUT_S))
+        server = opened.enter_context(serving(model, engine=prefills, fleet_key=fleet_key_of(prefills)))
+        role = CacheTiers(**tiers, role="decode", prefill_url=server.url)
+        engine, alone = (opened.enter_context(Engine(model, one, **own)) for one in (role, CacheTiers("4MiB")))
+        history = PROMPT
+        for number in range(3):
+            expected, output = (one.generate([history], greedy(20))[0] for one in (alone, engine))
+            assert output.token_ids == expected.token_ids
+            assert len(history) - output.usage.cached_tokens <= 16, "the rest of its last block"
+            history = [*history, *output.token_ids, *tokens(number, 150)]
+        asked = engine.stats()["remote"]["prefill"]
+        assert (asked["computed"], asked["failures"]) == (3, {})
+        engine.check_integrity()
 
 
 # -- POST /prefill ---------------------------------------------------------------------------------------------------

@@ -138,6 +138,9 @@ class RedisServer:
     def set(self, name: bytes, value: bytes) -> None:
         self.ask("SET", name, value)
 
+    def delete(self, name: bytes) -> None:
+        self.ask("DEL", name)
+
     def answers(self) -> bool:
         try:
             return self.ask("PING") == b"PONG"

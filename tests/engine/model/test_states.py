@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.blocks.ids import state_chain
 from kvstore.engine.model.states import StatePool
 from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError
+from kvstore.remote.names import BlockNames, fleet_secret
 from tests.support.by_hand import by_hand
-from tests.support.engines import chain_of, evict_hbm, greedy, open_engine, tokens
+from tests.support.engines import chain_of, evict_hbm, evict_memory, greedy, open_engine, settle, tokens
 from tests.support.faults import reads_that
 from tests.support.models import ARCHITECTURES_WITH_STATES, check_answer, network_of
-from tests.support.redis_server import wait_for_answers
 from tests.support.waiting import TIMEOUT_S
 
 BLOCK = 16
@@ -75,47 +76,62 @@ def test_a_state_that_cannot_be_read_is_tried_once(saved_model, tmp_path):
     check_answer(network_of(model), history, again.token_ids)
 
 
+def replica(model: str, shared, path=None) -> Engine:
+    own = {} if path is None else {"disk": "64MiB", "path": path}
+    tiers = CacheTiers("4MiB", "8MiB", remote=shared.url, **own)
+    return Engine(model, tiers, device="cpu", load="always", dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("family", "path"), [("Qwen3_5Text", None), ("Qwen3_5Text", "store"), ("Gemma3", None), ("GptOss", "store")]
 )
-def test_another_replica_goes_on_with_the_state_that_is_shared(family, path, saved_model, redis, tmp_path, monkeypatch):
-    wait_for_answers(monkeypatch)
-
-    def replica(number: int) -> Engine:
-        own = {} if path is None else {"disk": "64MiB", "path": tmp_path / f"{number}"}
-        tiers = CacheTiers("4MiB", "8MiB", remote=redis.url, **own)
-        return Engine(saved_model(family), tiers, device="cpu", load="always", dtype="float32")
-
-    with replica(1) as engine:
+def test_another_replica_goes_on_with_the_state_that_is_shared(family, path, saved_model, shared, tmp_path):
+    model, paths = saved_model(family), [None if path is None else tmp_path / f"{number}" for number in range(2)]
+    with replica(model, shared, paths[0]) as engine:
         (made,) = engine.generate([PROMPTS[0]], greedy(40))
         history = PROMPTS[0] + made.token_ids + tokens(9, 4)
         (warm,) = engine.generate([history], greedy(20))
-        engine.flush()
-        engine.check_integrity()
-    with replica(2) as engine:
+        settle(engine)
+    with replica(model, shared, paths[1]) as engine:
         (again,) = engine.generate([history], greedy(20))
         engine.check_integrity()
     assert again.token_ids == warm.token_ids
     assert again.usage.cached_tokens_details.remote >= (len(history) - 5) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("unable", [{"remote": "s3://bucket"}, {"remote": "redis://a", "role": "prefill"}])
-def test_what_cannot_share_states_is_refused(unable, saved_model, fleet):
-    with pytest.raises(ConfigError, match=r"the model keeps states|a model that keeps states"):
-        Engine(saved_model("Qwen3_5Text"), CacheTiers("4MiB", "8MiB", **unable), device="cpu")
-
-
-def test_beside_an_object_store_all_kv_of_layers_with_a_window_is_stored(saved_model, fleet, tmp_path):
-    bucket = tmp_path / "bucket"
-    bucket.mkdir()
-    for number in range(2):
-        tiers = CacheTiers("4MiB", "8MiB", remote=f"file://{bucket}")
-        with Engine(saved_model("Gemma3"), tiers, device="cpu", load="always", dtype="float32") as engine:
-            (made,) = engine.generate([PROMPTS[0]], greedy(4))
-            layout = engine.loop.runner.model.layout(BLOCK)
-            assert not layout.num_state_blocks and len(layout.shapes) == 3
-            engine.flush()
-            assert made.usage.cached_tokens_details.remote == 64 * number
+@pytest.mark.parametrize("harm", ["removed", "damaged"])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
+def test_a_shared_state_that_is_lost_is_computed_and_a_deleted_conversation_leaves_none(
+    family, harm, saved_model, shared
+):
+    model = saved_model(family, tokenizer=True)
+    with opened(model) as alone, replica(model, shared) as engine:
+        chats = [one.chat("red", system="You answer in one word.") for one in (alone, engine)]
+        for text in ("And what is that, if I may ask?", "Who is there?"):
+            output = [chat.send(text, greedy(20)) for chat in chats][1]
+        evict_memory(engine)
+        last = num_computed(output) // BLOCK
+        names, stored = BlockNames(fleet_secret(None), engine.facts.fingerprint), engine.connector.parts.store.stored
+        state = state_chain(chats[1].window.chain[last - 1], stored.num_state_blocks, BLOCK)
+        name = names.of(state[-1])
+        if harm == "removed":
+            shared.delete(name)
+        else:
+            value = shared.get(name)
+            shared.set(name, value[:-1] + bytes([value[-1] ^ 1]))
+        before = num_computed(output)
+        expected, output = (chat.send("And why?", greedy(20)) for chat in chats)
+        assert output.text == expected.text
+        assert output.usage.cached_tokens < before // BLOCK * BLOCK
+        assert output.usage.miss.cause == "no_checkpoint"
+        failures = engine.stats()["store"]["remote_read_failures"]
+        assert failures == {"corrupt": 1} if harm == "damaged" else failures.keys() <= {"missing"}
+        settle(engine)
+        assert chats[1].send("And when?", greedy(20)).usage.miss is None
+        settle(engine)
+        engine.admin.delete_session("red")
+        settle(engine)
+        assert shared.names() == []
 
 
 @pytest.mark.parametrize(("family", "most"), [("Qwen3_5Text", 4), ("GptOss", 4 * 3 + 3 * 2), ("Gemma3", 4 * 3 + 3 * 2)])

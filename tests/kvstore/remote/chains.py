@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from kvstore.blocks.ids import child_block_id, token_bytes
+from kvstore.blocks.ids import NO_TOKENS, child_block_id, state_chain, token_bytes
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.remote.names import BlockNames, FleetSecret
 from kvstore.tiers.port import BlockTier, Chain, ReadJob, WriteBatch, WriteJob
@@ -48,6 +49,13 @@ def make_chain(length: int, seed: int = 0, fingerprint: bytes = FINGERPRINT, roo
         records.append(BlockRecord(child_block_id(parent, tokens), parent, tokens, fingerprint))
         parent = records[-1].block_id
     return Made(Chain(root, tuple(record.block_id for record in records)), tuple(records))
+
+
+def make_state(block_id: bytes, num_blocks: int) -> Made:
+    """The state behind this block."""
+    ids, tokens = state_chain(block_id, num_blocks, 16), NO_TOKENS * 16
+    records = (BlockRecord(one, parent, tokens, FINGERPRINT) for parent, one in pairwise([block_id, *ids]))
+    return Made(Chain(block_id, tuple(ids), (num_blocks,)), tuple(records))
 
 
 def are_right(reads: list[ReadJob]) -> bool:

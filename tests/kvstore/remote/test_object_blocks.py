@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.blocks.records import ReadResult
 from kvstore.remote.object_address import parse_object_url
-from kvstore.tiers.port import WriteBatch
-from tests.kvstore.remote.chains import NAMES, SIZE, Made, Server, make_chain
+from kvstore.tiers.port import Chain, WriteBatch
+from tests.kvstore.remote.chains import NAMES, SIZE, Made, Server, make_chain, make_state
 from tests.support.buckets import Directory
 
 pytest.importorskip("obstore")
@@ -24,10 +24,10 @@ def directory(tmp_path):
     return Directory(tmp_path / "objects")
 
 
-def server_of(bucket, size: int = SIZE, later_s: float = 0.0) -> Server:
+def server_of(bucket, size: int = SIZE, later_s: float = 0.0, states: tuple[int, int] = (0, 1)) -> Server:
     """One that knows nothing of what others have stored. later_s: its clock is so far ahead."""
     clock, patient = lambda: time.time() + later_s, Deadlines(120.0, 120.0)
-    return Server(ObjectBlocks(parse_object_url(bucket.url), NAMES, TTL_S, 16, size, clock, patient), size)
+    return Server(ObjectBlocks(parse_object_url(bucket.url), NAMES, TTL_S, 16, size, clock, patient, *states), size)
 
 
 def test_blocks_come_back_bit_by_bit_in_groups(bucket):
@@ -204,3 +204,90 @@ def test_a_chain_lives_as_long_as_its_youngest_end(directory):
         assert server.count(made) == 100
         directory.age(NAMES.of(made.chain.ids[-1]), 0.7 * TTL_S)
         assert server.count(made) == 0
+
+
+# -- states behind blocks ----------------------------------------------------------------------------------------------
+ENDS = (20, 90, 200)  # of turns
+STATES = [(1, 1), (150, 1), (2, 5)]  # blocks of one, and behind how many blocks a border needs one
+
+
+class Conversation:
+    """Turns, the last two of which have states."""
+
+    def __init__(self, server: Server, states: tuple[int, int]) -> None:
+        self.made, (self.num_blocks, self.span) = make_chain(ENDS[-1]), states
+        server.session.write(replace(self.made.batch(), chain=replace(self.made.chain, ends=ENDS)))
+        for end in ENDS[1:]:
+            for number in self.needed(end):
+                server.put(self.state(number))
+
+    def needed(self, end: int) -> range:
+        return range(end - self.span, end)
+
+    def state(self, number: int) -> Made:
+        return make_state(self.made.chain.ids[number], self.num_blocks)
+
+    def found(self, server: Server, num_blocks: int = 230) -> list[int]:
+        """Behind which blocks another server finds states."""
+        chain = make_chain(num_blocks).chain
+        firsts = tuple(make_state(one, 1).chain.ids[0] for one in chain.ids)
+        there = server.session.ask(Chain(chain.root, chain.ids + firsts))
+        assert all(there[: min(192, num_blocks)])
+        return [number for number, is_there in enumerate(there[num_blocks:]) if is_there]
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_of_states_those_of_the_longest_prefix_are_found_by_its_chain_alone(bucket, states):
+    with server_of(bucket, states=states) as first, server_of(bucket, states=states) as second:
+        talk = Conversation(first, states)
+        assert talk.found(second) == [89, *talk.needed(200)]
+        for number in talk.needed(200):
+            assert set(second.read(talk.state(number))) == {ReadResult.OK}
+        assert talk.found(second, 199) == [*talk.needed(90)], "a request that leaves it a block before begins there"
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_a_state_of_which_a_part_is_gone_is_not_there_until_it_is_stored_again(directory, states):
+    with server_of(directory, states=states) as first, server_of(directory, states=states) as second:
+        talk = Conversation(first, states)
+        lost = talk.state(talk.needed(200)[0])
+        directory.delete(NAMES.of(lost.chain.ids[min(GROUP, len(lost.chain.ids)) - 1]))
+        assert set(talk.needed(90)) <= set(talk.found(second)) and talk.needed(200)[0] not in talk.found(second)
+        assert first.put(lost) == [None] * talk.num_blocks
+        assert talk.found(second) == [89, *talk.needed(200)]
+        assert set(second.read(lost)) == {ReadResult.OK}
+
+
+def test_a_state_that_came_in_parts_is_found(directory):
+    with server_of(directory, states=(150, 1)) as first, server_of(directory, states=(150, 1)) as second:
+        talk = Conversation(first, (150, 1))
+        state = talk.state(199)
+        first.session.write(WriteBatch(deletes=state.chain.ids))
+        assert talk.found(second) == [89]
+        for begin, end in ((0, 30), (30, 100), (100, 150)):
+            first.put(state, begin, end)
+        assert talk.found(second) == [89, 199]
+        assert set(second.read(state)) == {ReadResult.OK}
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_deleted_blocks_take_their_states_along(bucket, states):
+    """Also one of which the end is gone."""
+    with server_of(bucket, states=states) as first, server_of(bucket, states=states) as second:
+        talk = Conversation(first, states)
+        if states[0] > GROUP:
+            bucket.delete(NAMES.of(talk.state(89).chain.ids[-1]))
+        second.session.write(WriteBatch(deletes=talk.made.chain.ids))
+    assert bucket.names() == []
+
+
+def test_many_groups_behind_which_there_is_no_state(directory):
+    """The chain is asked for from its end on, to its beginning."""
+    with server_of(directory, states=(1, 1)) as first, server_of(directory, states=(1, 1)) as second:
+        made = make_chain(200)
+        for end in range(1, 201):
+            first.put(made, end - 1, end)
+        first.put(make_state(made.chain.ids[2], 1))
+        chain = make_chain(230).chain
+        firsts = tuple(make_state(one, 1).chain.ids[0] for one in chain.ids)
+        assert second.session.ask(Chain(chain.root, chain.ids + firsts))[230:].index(True) == 2
