@@ -358,6 +358,15 @@ def content_of(message: Message) -> str:
 
 
 # -- text to ids -----------------------------------------------------------------------------------------------------
+
+
+def parts_of(message: Message) -> list[str]:
+    """What it brings into a prompt: its content, its reasoning, and the arguments of its calls."""
+    given = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    calls = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in given]
+    return [message.get("content") or "", message.get("reasoning_content") or "", *calls]
+
+
 def without_marks(ids: Sequence[int], num_plain: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
     """The ids without stand-ins, and the ranges [begin, end) of the spans in them. num_plain: so many have none."""
     plain, spans = list(ids[:num_plain]), list[tuple[int, int]]()

@@ -12,7 +12,6 @@ tokenizer, and the price of computing. A session keeps its steps as edits, and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.engine.outputs import AppliedEdit, Facts
-from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.chat_template import ChatTemplate, Message, parts_of
 from kvstore.errors import RequestError
 
 TOOL_USES, THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
@@ -188,10 +187,10 @@ class _History:
         self._shows_thoughts = is_session or not template.hidden_thinking(_THOUGHT)
         num_around, num_use = _template_tokens(template, messages)
         placeholder, no_input, *counts = count(
-            [CLEARED, NO_INPUT, *(text for message in messages for text in _texts_of(message))]
+            [CLEARED, NO_INPUT, *(text for message in messages for text in parts_of(message))]
         )
         left, self._num_placeholder, self._num_no_input = iter(counts), placeholder, no_input
-        self._counts = [[next(left) for _ in _texts_of(message)] for message in messages]
+        self._counts = [[next(left) for _ in parts_of(message)] for message in messages]
         self._sizes = [
             sum(inputs) + content + (num_use if message["role"] == "tool" else num_around)
             for message, (content, _, *inputs) in zip(messages, self._counts, strict=True)
@@ -331,10 +330,3 @@ def _template_tokens(template: ChatTemplate, messages: Sequence[Message]) -> tup
     around = len(template.following_ids([], before, [question]) or ())
     answered = [question, {"role": "assistant", "content": "", "tool_calls": bare}, *used]
     return around // 2, max(0, len(template.following_ids([], before, answered) or ()) - around - around // 2)
-
-
-def _texts_of(message: Message) -> list[str]:
-    """Its content, its reasoning, and the inputs of its calls."""
-    given = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
-    inputs = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in given]
-    return [message.get("content") or "", message.get("reasoning_content") or "", *inputs]

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from kvstore.engine.sampling_params import MAX_TAGS, SamplingParams
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.chat_template import Message, parts_of
 from kvstore.engine.text.clearing import ContextManagement
 from kvstore.errors import ContextLengthError, RequestError
 
@@ -180,13 +180,7 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
-    """What messages bring into a prompt: their contents, their reasoning, and the arguments of their calls."""
-    texts = list[str]()
-    for message in messages:
-        given = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
-        calls = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in given]
-        texts += [message.get("content") or "", *filter(None, [message.get("reasoning_content"), *calls])]
-    return texts
+    return [text for message in messages for text in parts_of(message)]
 
 
 def num_chars_of(messages: Sequence[Message]) -> int:
