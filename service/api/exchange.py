@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -291,10 +291,6 @@ def _check_state(context: Context) -> None:
 
 
 # -- an answer -------------------------------------------------------------------------------------------------------
-def error_event(error: ApiError) -> Event:
-    return None, error.body()
-
-
 class Dialect(Protocol[R]):
     """How the answer to one request of a route is said. R: the result of its turns, one for each prompt.
 
@@ -317,7 +313,7 @@ class Dialect(Protocol[R]):
 
     def error(self, error: ApiError) -> Event:
         """Of a stream that has begun."""
-        return error_event(error)
+        return None, error.body()
 
 
 async def answer(
@@ -331,7 +327,7 @@ async def answer(
                     pass
             results = [await turn.result() for turn in turns]
         return json_response(dialect.whole(turns, results))
-    async with EventStream(request, dialect.has_done, dialect.error) as events, opened as turns:
+    async with EventStream(request, dialect) as events, opened as turns:
         for name, data in dialect.first(turns):
             await events.send(data, name)
         async with aclosing(_together(turns)) as pieces:
@@ -367,19 +363,16 @@ async def _together(turns: Sequence[Turn[R]]) -> AsyncGenerator[tuple[int, Piece
 
 # -- server-sent events ----------------------------------------------------------------------------------------------
 class EventStream:
-    """`async with EventStream(request) as events: await events.send(...)`; it ends with [DONE], whatever happens.
+    """`async with EventStream(request, dialect) as events: await events.send(...)`; it ends as that says, whatever
+    happens.
 
     Headers are sent with the first event, so that an error before it still has its status. An exception that leaves the
     block, or the end of the request's time, becomes an error event; the exception is raised again to be logged and
-    counted. done: whether "data: [DONE]" closes the stream. error: how it says an error.
+    counted.
     """
 
-    def __init__(
-        self, request: web.Request, done: bool = True, error: Callable[[ApiError], Event] = error_event
-    ) -> None:
-        self._request = request
-        self._done = done
-        self._error = error
+    def __init__(self, request: web.Request, dialect: Dialect[Any]) -> None:
+        self._request, self._dialect = request, dialect
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def send(self, data: Any, event: str | None = None) -> None:
@@ -405,9 +398,9 @@ class EventStream:
         if error is not None and (told is None or not self.response.prepared):
             return  # the client is gone, or it gets an answer with a status
         if told is not None:
-            name, data = self._error(told)
+            name, data = self._dialect.error(told)
             await self.send(data, name)
-        if self._done:
+        if self._dialect.has_done:
             await self._put(DONE)
 
     def _told(self, error: BaseException | None) -> ApiError | None:

@@ -23,7 +23,7 @@ from kvstore.service.http.errors import Route
 from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.server_process import launched
-from tests.support.service.serving import raw_request, read_answer, serving
+from tests.support.service.serving import Plain, raw_request, read_answer, serving
 from tests.support.service.talking import LONG, Stream
 from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
 
@@ -33,7 +33,7 @@ begun, release = threading.Event(), threading.Event()
 
 async def stream(request):
     """Two events; the second comes when the test says so."""
-    async with EventStream(request) as events:
+    async with EventStream(request, Plain()) as events:
         await events.send({"n": 1})
         begun.set()
         await wait_in_loop(release.is_set)

@@ -10,7 +10,7 @@ import pytest
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.exchange import EventStream
 from kvstore.service.http.errors import ApiError, Route
-from tests.support.service.serving import raw_request, read_to_end, server_fixture, serving
+from tests.support.service.serving import Plain, raw_request, read_to_end, server_fixture, serving
 
 BIG = "x" * 10_000
 WRITE_S = 2.0
@@ -23,7 +23,7 @@ def stream(path):
     def route_of(function):
         async def handle(request):
             try:
-                async with EventStream(request, done=path != "/bare") as events:
+                async with EventStream(request, Plain(path != "/bare")) as events:
                     await function(events)
             except BaseException as error:
                 ends.append(type(error).__name__)

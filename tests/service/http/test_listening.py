@@ -18,21 +18,21 @@ from kvstore.service.server import Server
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.service.test_server import FakeEngine
 from tests.support.service.certificates import make_certificate, with_password
-from tests.support.service.serving import raw_request, read_answer, read_to_end, serving
+from tests.support.service.serving import Plain, raw_request, read_answer, read_to_end, serving
 from tests.support.waiting import TIMEOUT_S
 
 LONG = "x" * 2**20
 
 
 async def stream(request):
-    async with EventStream(request) as events:
+    async with EventStream(request, Plain()) as events:
         for number in range(3):
             await events.send({"n": number})
     return events.response
 
 
 async def long(request):
-    async with EventStream(request) as events:
+    async with EventStream(request, Plain()) as events:
         while True:
             await events.send({"text": LONG})
 

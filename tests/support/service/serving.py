@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.service.api.exchange import Dialect
 from kvstore.service.app import ROUTES
 from kvstore.service.http.errors import Route
 from kvstore.service.server import Server
@@ -22,6 +23,13 @@ from tests.support.waiting import TIMEOUT_S, wait_in_loop
 
 KEY, ADMIN_KEY = "user-key-of-tests", "admin-key-of-tests"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@dataclass
+class Plain(Dialect):
+    """Of a stream that says what its handler sends."""
+
+    has_done: bool = True
 
 
 @dataclass
