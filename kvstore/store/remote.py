@@ -231,7 +231,7 @@ class RemoteBlocks:
         size = self._stored.block_size
         borders = {num_tokens // size for num_tokens, _ in states}
         ends = {start // size for start in request.turn_starts}
-        ends |= {border for border in borders if border + 1 not in borders}
+        ends |= {border for border in borders if border + 1 not in borders or not self._stored.has_windows}
         self.stores.offer(request, sorted(ends), self.contents.contains)
         for border in sorted(borders):
             state = self._stored.state(request, border)

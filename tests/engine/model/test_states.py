@@ -3,6 +3,7 @@ test_families.py.
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvstore.engine.model.states import StatePool
 from kvstore.engine.outputs import RequestOutput
 from kvstore.errors import ConfigError
 from kvstore.remote.names import BlockNames, fleet_secret
+from tests.support.buckets import Directory
 from tests.support.by_hand import by_hand
 from tests.support.engines import chain_of, evict_hbm, evict_memory, greedy, open_engine, settle, tokens
 from tests.support.faults import reads_that
@@ -238,21 +240,25 @@ def test_states_have_their_share_of_hbm(saved_model):
         opened(saved_model("Qwen3_5Text"), state_share=1)
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
-def test_where_two_prompts_part_there_is_a_checkpoint_from_then_on(family, saved_model, tmp_path):
+@pytest.mark.parametrize(("family", "place"), [("Qwen3_5Text", "disk"), ("Gemma3", "disk"), ("Qwen3_5Text", "objects")])
+def test_where_two_prompts_part_there_is_a_checkpoint_from_then_on(family, place, saved_model, fleet, tmp_path):
     """Nobody says where turns begin. The second prompt finds where they part, the third one begins there."""
     model, common = saved_model(family), tokens(7, 100)
     prompts = [common + tokens(seed, 20) for seed in (1, 2, 3)]
-    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+    begin = partial(opened, model, path=tmp_path / "store", cpu="8MiB", disk="64MiB")
+    if place == "objects":
+        begin = partial(replica, model, Directory(tmp_path / "objects"))
+    with begin() as engine:
         for asked in prompts[:2]:
             (made,) = engine.generate([asked], greedy(4))
+            engine.flush()
         assert made.usage.cached_tokens in (0, 96), "of windows, HBM has all"
-        engine.flush()
-    with opened(model, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+    with begin() as engine:
         (made,) = engine.generate([prompts[2]], greedy(4))
         engine.check_integrity()
     check_answer(network_of(model), prompts[2], made.token_ids)
-    assert made.usage.cached_tokens_details.disk == 96
+    details = made.usage.cached_tokens_details
+    assert details.disk + details.remote == 96
 
 
 @pytest.mark.parametrize(("family", "least"), [("Qwen3_5Text", 112), ("Gemma3", 0)])
