@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -37,8 +37,9 @@ class KeptFile(Generic[T]):
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[T], every_s: float = EVERY_S) -> None:
         self._path, self._every_s, self._due_s = path, every_s, 0.0
-        self._writer = ThreadPoolExecutor(1, "kvstore-kept")
-        self._last: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._value: T | None = None  # to be written
+        self._writer: threading.Thread | None = None  # a daemon: nobody's exit waits for a disk that hangs
         self.found: T | None = None
         try:
             self.found = read_kept(path, decoder)
@@ -52,20 +53,28 @@ class KeptFile(Generic[T]):
     def keep(self, value: T) -> None:
         """Let a thread write this value over the last one. The caller must not change it afterwards."""
         self._due_s = time.monotonic() + self._every_s
-        if self._last is not None:
-            self._last.cancel()  # unless it is being written
-        self._last = self._writer.submit(self._write, value)
+        with self._lock:
+            self._value = value
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="kvstore-kept", daemon=True)
+                self._writer.start()
 
     def close(self) -> None:
         """Write what is still waiting; takes a few seconds at most."""
-        wait([] if self._last is None else [self._last], CLOSE_S)
-        self._writer.shutdown(wait=False)
+        if (writer := self._writer) is not None:
+            writer.join(CLOSE_S)
 
-    def _write(self, value: T) -> None:
-        try:
-            write_durably(self._path, msgspec.json.encode(value))
-        except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s was not written: %s", self._path, error)
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                value, self._value = self._value, None
+                if value is None:
+                    self._writer = None
+                    return
+            try:
+                write_durably(self._path, msgspec.json.encode(value))
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("%s was not written: %s", self._path, error)
 
 
 class ReadAhead:

@@ -1,11 +1,13 @@
 """A file of what was learned: found again, replaced, and never a reason to fail."""
 
 import logging
+import os
 
 import msgspec
 import pytest
 
 from kvstore.hosts.read_ahead import KeptFile
+from tests.support.programs import python
 from tests.support.waiting import wait_until
 
 KIND = msgspec.json.Decoder(dict[str, list[bytes]])
@@ -41,3 +43,12 @@ def test_what_cannot_be_written_is_told(tmp_path, caplog):
         kept.keep({})
         kept.close()
     assert "was not written" in caplog.text
+
+
+def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path):
+    os.mkfifo(tmp_path / "kept.json.new")  # nobody reads it, so that opening it to write never returns
+    code = (
+        "import sys, msgspec; from pathlib import Path; from kvstore.hosts import read_ahead; read_ahead.CLOSE_S = 0.1;"
+        "kept = read_ahead.KeptFile(Path(sys.argv[1]), msgspec.json.Decoder(dict)); kept.keep({}); kept.close()"
+    )
+    assert python(code, tmp_path / "kept.json").returncode == 0
