@@ -80,8 +80,10 @@ class ControlServer:
         """Stop answering, within about a second, and remove the socket. Twice, or in a forked child: no effect."""
         if not self._is_closed:
             self._is_closed = True
-            self._server.close(grace_s=CLOSE_S)
-            self._remove()
+            try:
+                self._server.close(grace_s=CLOSE_S)
+            finally:
+                self._remove()
 
     def _remove(self) -> None:
         with suppress(OSError):

@@ -80,7 +80,8 @@ def verify(file: BlocksFile, progress: Callable[[int], None] = lambda _: None) -
         last: bytes | None = b""
         while last is not None and last != before:
             before, last = last, file.look_up(partial(check, last=last), None)
-            progress(report.num_ok + len(report.bad_ids))
+            if last not in (None, before):
+                progress(report.num_ok + len(report.bad_ids))
         report.is_complete = report.is_complete and last is not None
     return report
 

@@ -122,7 +122,6 @@ class WriteQueue:
 
     def remove(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
-        self.before_splice.pop(record.block_id, None)
         for parent_id in self._parents_of(record):
             self._parents.remove(parent_id)
 

@@ -141,6 +141,9 @@ def test_verify_finds_damage_and_takes_out_what_it_makes_useless(store):
     assert report["num_deleted"] == NUM_SHARED - 1 + 2 * NUM_OWN
     assert block_ids(store) == {store.shared[0], *store.lone}
     assert handle(store, "verify")["bad_ids"] == []
+    handle(store, "evict", {"all": True})
+    report = handle(store, "verify", {}, fractions.append)
+    assert (report["num_ok"], report["is_complete"]) == (0, True)
 
 
 def test_deleting_a_session_takes_its_own_blocks(store):

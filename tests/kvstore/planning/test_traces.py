@@ -1,6 +1,7 @@
 """Traces: made-up ones, conversations that become requests, and every format with what may be wrong in its files."""
 
 import json
+import math
 import random
 
 import pytest
@@ -65,7 +66,8 @@ def test_names_need_not_be_small_but_must_be_64_bits(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: Input data was truncated"),
+        ("{", r"line 2: not JSON \(Expecting property name .* at column 2\)"),
+        (json.dumps(mooncake([0], 512, timestamp=float("nan"))), r"line 2: Expected `float` > -1e\+18"),
         ("[" * 100_000, "line 2: Expected `object`"),
         ({"timestamp": 1}, "line 2: Object missing required field `output_length`"),
         (mooncake([1.5], 512), r"line 2: Expected `int`, got `float` - at `\$.hash_ids\[0\]`"),
@@ -79,6 +81,19 @@ def test_a_broken_line_is_named(tmp_path, line, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_trace(written(tmp_path, mooncake([0], 512), line), "mooncake")
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_what_only_the_standard_library_reads_is_read_too(tmp_path, name):
+    said = {"conversations": [{"from": "human", "value": "cut \ud83d"}, {"from": "gpt", "value": "yes"}], "x": math.nan}
+    (tmp_path / name).write_text(json.dumps([said, said] if name == "a.json" else said))
+    assert len(read_trace(tmp_path / name, "turns").requests) == (2 if name == "a.json" else 1)
+
+
+def test_a_broken_array_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.json").write_text('[{"id": 1},\n {"id": 2, "turns": [\n')
+    with pytest.raises(ConfigError, match=r"a.json, line \d: not JSON \(.* at column \d+\)"):
+        read_trace(tmp_path / "a.json", "turns")
 
 
 def test_what_is_no_trace_is_refused(tmp_path):
