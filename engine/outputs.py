@@ -58,8 +58,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokensDetails:
-    """Prompt tokens that were not computed, by the tier that held their block when the request arrived. quantised:
-    those of a chain that begins with quantised copies, counted under their tiers, too.
+    """Prompt tokens that were not computed, by the tier that held their block when the request arrived. reencoded: that
+    were reused at another position. quantised: of all these, those of a chain that begins with quantised copies; no
+    summand.
     """
 
     hbm: int = 0

@@ -453,14 +453,14 @@ class Chats:
 
     def open(
         self, key: SessionKey, system: str | None = None, truncation: str | None = None,
-        truncation_reuse: str | None = None, is_new: bool = False, head: SessionHead | None = None,
+        truncation_reuse: str | None = None, is_new: bool = False,
     ) -> ChatSession:  # fmt: skip
-        """See `Engine.chat`; its arguments are already checked. head: see `get`."""
-        is_known = is_new or self.get(key, head) is not None
+        """See `Engine.chat`; its arguments are already checked."""
+        is_known = is_new or self.get(key) is not None
         state = None if is_known else self.sessions.load(key)  # outside the lock: it reads the disk
         with self.lock:
             self.client.check_open()
-            chat = self.get(key, head)
+            chat = self.get(key)
             if chat is None:
                 if not is_new and self.sessions.head(key) != (None if state is None else state.head):
                     state = self.sessions.load(key)  # it may have changed since

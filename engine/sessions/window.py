@@ -469,8 +469,9 @@ def _usage(output: RequestOutput) -> dict[str, int]:
 def applied_edits_of(turn: TurnRecord) -> list[AppliedEdit]:
     """Of a stored turn, likewise."""
     found = dict[str, dict[str, int]]()
-    for kind, _, name in (name.rpartition(".") for name in turn.usage if "." in name):
-        found.setdefault(kind, {})[name] = turn.usage[f"{kind}.{name}"]
+    for kind, _, name in (name.rpartition(".") for name in turn.usage):
+        if name in AppliedEdit.__struct_fields__:  # a later version may count more
+            found.setdefault(kind, {})[name] = turn.usage[f"{kind}.{name}"]
     return [AppliedEdit(kind, **counts) for kind, counts in found.items()]
 
 

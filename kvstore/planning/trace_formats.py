@@ -93,9 +93,8 @@ class _Talk(msgspec.Struct):
     conversations: list[_TextMessage] | None = None
 
 
-_session_lines = msgspec.json.Decoder(_SessionLine)
-_values: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-_arrays: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Any])
+_session_lines, _talks = msgspec.json.Decoder(_SessionLine), msgspec.json.Decoder(_Talk)
+_arrays: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 # Of traces that name their blocks: what reads a line, seconds of a unit of time, and the tokens of a block.
 _NAMED: dict[str, tuple[msgspec.json.Decoder[Any], float, int]] = {
     "mooncake": (msgspec.json.Decoder(_Mooncake), 0.001, 512),
@@ -127,19 +126,25 @@ def read_trace(
     return trace
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], text: str, place: str) -> T:
+def _decoded(decoder: msgspec.json.Decoder[T], text: str | bytes | msgspec.Raw, place: str) -> T:
     try:
         try:
             return decoder.decode(text)
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:  # NaN, or half of a surrogate pair; else the standard library says where it ends
-            return msgspec.convert(json.loads(text.rstrip()), decoder.type)
+            return decoder.decode(_cleaned(bytes(text) if isinstance(text, msgspec.Raw) else text))
     except json.JSONDecodeError as error:
         at = f"{place}, line {error.lineno}" if error.lineno > 1 else place
         raise ConfigError(f"{at}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {error}") from None
+
+
+def _cleaned(text: str | bytes) -> bytes:
+    """The same in strict JSON."""
+    value = json.loads(text.rstrip(), parse_constant=lambda _: None)
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -244,7 +249,7 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
     Messages up to an answer are its prompt; answers before the first message are history that stands in the first
     prompt; an answer after an answer joins it; a last message without an answer asks for nothing and is left out.
     """
-    conversations = [pair for place, said in _talks(path) if (pair := _turns_of(place, said))[1]]
+    conversations = [pair for place, text in _talk_texts(path) if (pair := _turns_of(place, text))[1]]
     if not conversations:
         raise ConfigError(f"{path} holds no conversation with a message and an answer")
     rng = random.Random(arrivals.seed)
@@ -261,12 +266,11 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
     return Trace(path.name, block_size, collected.requests())
 
 
-def _talks(path: Path) -> Iterator[tuple[str, Any]]:
+def _talk_texts(path: Path) -> Iterator[tuple[str, str | msgspec.Raw]]:
     """Each conversation after its place."""
     first = next(iter(_lines(path)), ("", ""))[1]
     if not first.lstrip().startswith("["):
-        for place, line in _lines(path):
-            yield place, _decoded(_values, line, place)
+        yield from _lines(path)
         return
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -277,12 +281,9 @@ def _talks(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path.name}, conversation {number}", one
 
 
-def _turns_of(place: str, said: Any) -> tuple[int, list[tuple[int, int]]]:
+def _turns_of(place: str, text: str | msgspec.Raw) -> tuple[int, list[tuple[int, int]]]:
     """The tokens before the first message, and those of each message with its answer."""
-    try:
-        talk = msgspec.convert(said, _Talk)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{place}: {error}") from None
+    talk = _decoded(_talks, text, place)
     messages: Sequence[_CountedMessage | _TextMessage] | None = talk.conversations if talk.turns is None else talk.turns
     if messages is None:
         raise ConfigError(f"{place}: expected is 'turns' or 'conversations'")

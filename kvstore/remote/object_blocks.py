@@ -50,7 +50,7 @@ MOST_PLACES = 1 << 18
 MOST_GROUP_BLOCKS = 64  # in so many places of a chain its last group may end, and all are asked for at once
 FIRST_GROUPS = 8  # that are asked for at once, then as many as were found
 STATES_AT_ONCE = 64
-MOST_DELETES = 4000  # within a deadline
+MOST_DELETES, MOST_STATE_DELETES = 4000, 256  # within a deadline
 MOST_RENEWALS = 32  # with one put
 
 
@@ -156,37 +156,35 @@ class ObjectSession:
         self._client.look(self._shared.names.prefix + "none", self._ask_s)
 
     # -- what is there -----------------------------------------------------------------------------------------------
-    def ask(self, chain: Chain) -> list[bool]:
+    def ask(self, chain: Chain) -> Sequence[bool | None]:
         """As of `TierSession`, but only `write` lengthens a life: nothing is stored anew to say that it was of use."""
         return self._client.run(self._ask(chain), self._ask_s)
 
-    async def _ask(self, chain: Chain) -> list[bool]:
+    async def _ask(self, chain: Chain) -> Sequence[bool | None]:
         if not self._shared.num_state_blocks:
             return _are_in(await self._groups(chain), chain)
         own = Chain(chain.root, chain.ids[: len(chain.ids) // 2])
         groups = await self._groups(own)
         states = await self._find_states(own, [group.end for group in groups])
-        return _are_in(groups, own) + [number in states for number in range(len(own.ids))]
+        return [*_are_in(groups, own), *(states.get(number) for number in range(len(own.ids)))]
 
-    async def _find_states(self, chain: Chain, ends: Sequence[int]) -> set[int]:
-        """Numbers of blocks that have a state behind them: all that the longest prefix needs that has all of them, and
-        others that were seen on the way. ends: of groups, the last one first; a prefix that has states ends there.
+    async def _find_states(self, chain: Chain, ends: Sequence[int]) -> dict[int, bool]:
+        """Whether there is a state behind blocks, by their numbers, of those that were looked at: all that the longest
+        prefix needs that has all of them, and what was seen on the way. ends: of groups, the last one first; a prefix
+        that has states ends there.
         """
-        shared, there, looked = self._shared, set[int](), set[int]()
+        shared, there = self._shared, dict[int, bool]()
         for first in range(0, len(ends), STATES_AT_ONCE):
             some = ends[first : first + STATES_AT_ONCE]
             names = [shared.names.of(self._state(chain.ids[end - 1]).ids[-1]) for end in some]
             infos = await self._client.look_up(names)
-            last = [end for end, info in zip(some, infos, strict=True) if info is not None]
-            there.update(end - 1 for end in last)
-            for end in last:
-                needed = set(range(max(0, end - shared.state_span), end))
-                new = sorted(needed - looked)
-                looked |= needed
+            there |= {end - 1: False for end, info in zip(some, infos, strict=True) if info is None}
+            for end in (end for end, info in zip(some, infos, strict=True) if info is not None):
+                needed = range(max(0, end - shared.state_span), end)
+                new = [number for number in needed if number not in there]
                 found = await asyncio.gather(*(self._has_state(chain.ids[number]) for number in new))
-                there -= set(new)
-                there.update(number for number, is_there in zip(new, found, strict=True) if is_there)
-                if needed <= there:
+                there |= dict(zip(new, found, strict=True))
+                if all(there[number] for number in needed):
                     return there
         return there
 
@@ -366,8 +364,9 @@ class ObjectSession:
         states behind such ends.
         """
         places, states = self._shared.places, list[BlockId]()
-        for start in range(0, len(block_ids) if self._shared.num_state_blocks else 0, MOST_DELETES):
-            states += self._client.run(self._behind(block_ids[start : start + MOST_DELETES]), self._transfer_s)
+        for start in range(0, len(block_ids) if self._shared.num_state_blocks else 0, MOST_STATE_DELETES):
+            some = block_ids[start : start + MOST_STATE_DELETES]
+            states += self._client.run(self._behind(some), self._transfer_s)
         names = [self._shared.names.of(one) for one in (*states, *block_ids)]  # in this order: it may be tried again
         names += {place.group for place in places.of(block_ids) if place}
         for start in range(0, len(names), MOST_DELETES):
@@ -376,14 +375,12 @@ class ObjectSession:
 
     async def _behind(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
         """The blocks of those states behind these blocks whose beginning or end is there."""
-        shared, name_of = self._shared, self._shared.names.of
-        if shared.state_span == 1:  # each is where a group ends
-            infos = await self._client.look_up([name_of(one) for one in block_ids])
-            block_ids = [one for one, info in zip(block_ids, infos, strict=True) if info is not None]
+        most, name_of = self._shared.group_blocks, self._shared.names.of
         states = [self._state(one).ids for one in block_ids]
-        begins = await self._client.look_up([name_of(ids[: shared.group_blocks][-1]) for ids in states])
-        ends = await self._client.look_up([name_of(ids[-1]) for ids in states])
-        return [one for ids, *infos in zip(states, begins, ends, strict=True) if any(infos) for one in ids]
+        names = [list(dict.fromkeys((name_of(ids[:most][-1]), name_of(ids[-1])))) for ids in states]
+        infos = iter(await self._client.look_up([name for some in names for name in some]))
+        there = [any([next(infos) for _ in some]) for some in names]  # noqa: C419 (each of them)
+        return [one for ids, is_there in zip(states, there, strict=True) if is_there for one in ids]
 
 
 def _are_in(groups: Sequence[BlockGroup], chain: Chain) -> list[bool]:

@@ -84,7 +84,9 @@ class RedisSession(RespSession):
 
     def ask(self, chain: Chain) -> list[bool]:
         # Tail first: if this is cut off, no head expires before its tail.
-        commands = [("PEXPIRE", self._names.of(one), self._ttl_ms(i)) for i, one in enumerate(chain.ids)][::-1]
+        commands = [("PEXPIRE", self._names.of(one), self._ttl_ms(i)) for i, one in enumerate(chain.ids, chain.behind)][
+            ::-1
+        ]
         found: list[bool] = []
         for start in range(0, len(commands), PIPELINE_KEYS):
             for reply in self._client.pipeline(commands[start : start + PIPELINE_KEYS], timeout_s=ASK_S):
@@ -121,7 +123,7 @@ class RedisSession(RespSession):
                 continue
             value = encode_head(job.record, payload) + payload
             # Counted from the beginning: however long this takes, a tail expires before its head.
-            left_ms = max(1, self._ttl_ms(job.index) - int(1000 * (time.monotonic() - begun_s)))
+            left_ms = max(1, self._ttl_ms(chain.behind + job.index) - int(1000 * (time.monotonic() - begun_s)))
             batch.append((block_id, ("SET", self._names.of(block_id), value, "PX", left_ms), len(value)))
             size += len(value)
             if size >= PIPELINE_BYTES:

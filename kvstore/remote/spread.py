@@ -52,7 +52,10 @@ class SpreadTier:
         places: dict[TierWorker, list[int]] = {}
         for at, block_id in enumerate(chain.ids):
             places.setdefault(self.home(block_id), []).append(at)
-        return {one: (Chain(chain.root, tuple(chain.ids[at] for at in some)), some) for one, some in places.items()}
+        return {
+            one: (Chain(chain.root, tuple(chain.ids[at] for at in some), (), chain.behind), some)
+            for one, some in places.items()
+        }
 
     def ask(self, number: int, chain: Chain) -> int:
         """Returns how many answers will come, each of them for a part."""
@@ -127,7 +130,7 @@ class BelievedContents:
         for block_id, is_there in zip(asked.chain.ids, asked.there or (), strict=False):
             if is_there:
                 self.learn(block_id)
-            else:
+            elif is_there is not None:
                 self._known.pop(block_id, None)
 
     def learn(self, block_id: BlockId) -> None:

@@ -235,7 +235,7 @@ class RemoteBlocks:
         self.stores.offer(request, sorted(ends), self.contents.contains)
         for border in sorted(borders):
             state = self._stored.state(request, border)
-            self.stores.offer(state, (len(state.chain),), self.contents.contains)
+            self.stores.offer(state, (len(state.chain),), self.contents.contains, border)
 
     def is_asking(self, request: Tracked, is_next: bool) -> bool:
         """Whether a request waits to hear what is there, or for another server to compute it. is_next: it could be
@@ -249,6 +249,7 @@ class RemoteBlocks:
         """Delete these there, too, with the states behind them, which may be there alone."""
         num_blocks, found = self._stored.num_state_blocks, dict.fromkeys(block_ids)
         if self._source.finds_states:
+            self.contents.lose([state_chain(one, 1, self._stored.block_size)[0] for one in found if num_blocks])
             num_blocks = 0
         states: set[BlockId] = set()
         for block_id in found if num_blocks else ():

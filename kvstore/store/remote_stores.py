@@ -54,13 +54,16 @@ class RemoteStores:
         self._offers: deque[Offer] = deque()
         # Batches that the tier has: what their chain is built on, and what is lent to it.
         self._batches: dict[int, tuple[BlockId, dict[BlockId, int | None]]] = {}
+        self._undeleted = set[BlockId]()  # of these, what waited to be deleted; it does so again where a write fails
         self._numbers = count()
         self.num_dropped = 0
         self._block_bytes = self._view(0).nbytes
         self._batch_blocks = chain_batch_blocks(self._block_bytes)
 
-    def offer(self, content: ChainContent, ends: Sequence[int], is_known: Callable[[BlockId], bool]) -> None:
-        """Offer a chain, from the first block on that is not known to be there. ends: see `Chain`."""
+    def offer(
+        self, content: ChainContent, ends: Sequence[int], is_known: Callable[[BlockId], bool], behind: int = 0
+    ) -> None:
+        """Offer a chain, from the first block on that is not known to be there. ends, behind: see `Chain`."""
         size = self._stored.block_size
         end = min(len(content.chain), len(content.tokens) // (4 * size))
         first = next((i for i, one in enumerate(content.chain[:end]) if not is_known(one)), end)
@@ -69,7 +72,7 @@ class RemoteStores:
         if len(self._offers) >= MOST_OFFERS:
             self.num_dropped += end - first
             return
-        chain = Chain(content.lineage.root, tuple(content.chain[:end]), tuple(ends))
+        chain = Chain(content.lineage.root, tuple(content.chain[:end]), tuple(ends), behind)
         self._offers.append(Offer(content, chain, first, end, self._clock() + OFFER_S))
 
     def pump(self) -> None:
@@ -107,6 +110,7 @@ class RemoteStores:
             self.num_dropped += offer.end - offer.next
         if jobs:
             self._batches[number] = offer.chain.root, batch
+            self._undeleted |= batch.keys() & self._deletes.sizes.keys()
             for job in jobs:
                 self._deletes.drop(job.record.block_id)
             self._tier.submit_writes(jobs, offer.chain)
@@ -131,6 +135,10 @@ class RemoteStores:
             if not batch:
                 del self._batches[job.handle]
         stored = [one.block_id for one in done.stored if one.error is None]
+        handed_over = {job.record.block_id for job in done.batch.jobs}
+        for block_id in self._undeleted & handed_over - {*stored}:
+            self._deletes.add(block_id)
+        self._undeleted -= handed_over
         self.num_dropped += len(done.batch.jobs) - len(stored)
         return stored
 

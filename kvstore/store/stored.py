@@ -69,12 +69,13 @@ class Deletions:
         return bool(ready)
 
     def ended(self, block_ids: Iterable[BlockId], error: str | None) -> None:
-        """The tier has tried these."""
+        """The tier has tried these. What was added again meanwhile waits: it may have been written in between."""
         for block_id in block_ids:
-            if error is None:
-                self.drop(block_id)
+            waiting = self._waiting[self._tier.home(block_id)]
+            if error is None and block_id not in waiting:
+                self.sizes.pop(block_id, None)
             elif block_id in self.sizes:
-                self._waiting[self._tier.home(block_id)][block_id] = None
+                waiting[block_id] = None
 
     def has_some(self, block_ids: Iterable[BlockId]) -> bool:
         """Whether some of these are not deleted yet."""

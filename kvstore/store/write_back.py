@@ -318,6 +318,7 @@ class WriteBack:
                 self._delete([record.block_id])  # deleted while it was being written, and no newer copy is
             own = self._cpu.record(arena_block)
             assert own is not None
+            self.queue.before_splice.pop(own.block_id, None)
             self.queue.remove(own)
             self._cpu.release(arena_block)
 

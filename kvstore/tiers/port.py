@@ -42,12 +42,13 @@ class Keeps(Enum):
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A chain from its first block on, and the root that it is built on. ends: numbers of its first blocks that other
-    chains may have in common with it, ascending, as far as known.
+    chains may have in common with it, ascending, as far as known. behind: so many blocks of a conversation, of a state.
     """
 
     root: BlockId
     ids: tuple[BlockId, ...]
     ends: tuple[int, ...] = ()
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,11 @@ class TaskDone:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """there None: unknown, as the tier did not answer."""
+    """there None: unknown, as the tier did not answer; also of a block that it did not look for."""
 
     number: int
     chain: Chain
-    there: list[bool] | None = None
+    there: Sequence[bool | None] | None = None
 
 
 Done = ReadDone | WriteDone | TaskDone | Asked
@@ -143,9 +144,9 @@ Done = ReadDone | WriteDone | TaskDone | Asked
 class TierSession(Protocol):
     """For one thread. A session of a believed tier raises RemoteError if the tier does not answer in time."""
 
-    def ask(self, chain: Chain) -> list[bool]:
-        """Which of the chain's blocks are there. The time to live of those begins anew. For a model that keeps states,
-        the first blocks of the states behind the chain's blocks follow these.
+    def ask(self, chain: Chain) -> Sequence[bool | None]:
+        """Which of the chain's blocks are there; None where that is not known. The time to live of those begins anew.
+        For a model that keeps states, the first blocks of the states behind the chain's blocks follow these.
         """
         ...
 

@@ -12,11 +12,14 @@ import msgspec
 from aiohttp import web
 
 from kvstore import __version__
+from kvstore.engine.outputs import CachedTokensDetails, Timings
 from kvstore.service.http.errors import PARAMETER, Route
 
 VERSION = "3.1.0"
 REF = "#/components/schemas/{name}"
 SEGMENT = "[^{}/]+"  # what aiohttp takes for a parameter without a pattern
+
+WRITTEN_WHOLE = {CachedTokensDetails.__name__, Timings.__name__}  # with their defaults, as dataclasses are
 
 Json = dict[str, Any]
 
@@ -26,6 +29,8 @@ def describe(routes: Sequence[Route]) -> Json:
         type_ for route in routes for type_ in (route.body, route.answer, route.errors)
     )
     found, components = msgspec.json.schema_components(types, ref_template=REF)
+    for whole in WRITTEN_WHOLE & components.keys():
+        components[whole]["required"] = [*components[whole]["properties"]]
     schemas = dict(zip(types, found, strict=True))
     paths: Json = {}
     for route in routes:

@@ -215,7 +215,12 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
         )
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
-    chat = engine.chats.open(key, None, wanted.truncation, wanted.truncation_reuse, head=head)
+    known = engine.chats.get(key, head)
+    if known is not None:
+        known.set_truncation(wanted.truncation, wanted.truncation_reuse)
+        return known
+    engine.chats.drop(key)  # another server has stored turns since
+    chat = engine.chat(wanted.session_id, wanted.tenant, None, wanted.truncation, wanted.truncation_reuse)
     if chat.num_turns < head.num_turns:  # it was deleted just now
         raise unknown_session(wanted.session_id)
     return chat

@@ -67,7 +67,7 @@ def test_names_need_not_be_small_but_must_be_64_bits(tmp_path):
     ("line", "message"),
     [
         ("{", r"line 2: not JSON \(Expecting property name .* at column 2\)"),
-        (json.dumps(mooncake([0], 512, timestamp=float("nan"))), r"line 2: Expected `float` > -1e\+18"),
+        (json.dumps(mooncake([0], 512, timestamp=float("nan"))), "line 2: Expected `float`, got `null`"),
         ("[" * 100_000, "line 2: Expected `object`"),
         ({"timestamp": 1}, "line 2: Object missing required field `output_length`"),
         (mooncake([1.5], 512), r"line 2: Expected `int`, got `float` - at `\$.hash_ids\[0\]`"),

@@ -1,6 +1,7 @@
 """Tests of kvstore.remote.redis_blocks, against a Redis."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,16 @@ def test_a_full_server_refuses_by_key_and_nothing_is_reported_that_is_not_there(
         assert session.ask(made.chain) == stored
         assert results[0] == Stored(made.chain.ids[0], None, results[0].num_bytes)
         session.close()
+
+
+def test_a_state_expires_before_the_block_that_it_stands_behind(redis, session):
+    made = make_chain(100)
+    session.write(made.batch())
+    state = make_chain(1, 1)
+    session.write(replace(state.batch(), chain=replace(state.chain, behind=100)))
+    left_ms = [redis.ask("PTTL", NAMES.of(chain.ids[-1])) for chain in (state.chain, made.chain)]
+    assert left_ms[0] < 1.001 * left_ms[1]
+    assert session.ask(replace(state.chain, behind=100)) == [True]
 
 
 def test_a_full_server_gives_up_tails_first(tmp_path):

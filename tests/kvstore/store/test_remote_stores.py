@@ -26,9 +26,10 @@ class Stores(RemoteStores):
         self.tier = worker_of(self.shared)
         self.bench = Bench(NUM_ARENA_BLOCKS)
         view = lambda arena_block: memoryview(bytes([arena_block]) * block_bytes)  # noqa: E731
+        self.deletions = Deletions(self.tier)
         super().__init__(
             self.tier, self.bench.cpu, self.bench.stored, self._read_block if has_disk else None, view,
-            lambda: self.now_s, Deletions(self.tier),
+            lambda: self.now_s, self.deletions,
         )  # fmt: skip
 
     def _read_block(self, record, into):
@@ -120,13 +121,35 @@ def test_what_is_stored_anew_is_deleted_no_more(stores):
     stores.pump()
     request = stores.offered(3)
     for one in request.chain:
-        stores._deletes.add(one)
-    stores._deletes.pump()
+        stores.deletions.add(one)
+    stores.deletions.pump()
     stores.pump()
-    assert not stores._deletes.in_flight()
+    assert not stores.deletions.in_flight()
     stores.shared.may_answer.set()
     stores.move()
     assert set(request.chain) <= set(stores.shared.blocks)
+
+
+def test_what_was_to_be_deleted_still_is_where_it_cannot_be_stored_anew(stores):
+    request, deletes = stores.offered(2), stores.deletions
+    stores.move()
+    for one in request.chain:
+        deletes.add(one)
+    stores.shared.fails = "away"
+    stores.offered(2)
+    assert stores.move() == [] and set(deletes.sizes) == set(request.chain)
+
+
+def test_a_deletion_that_comes_while_an_earlier_one_runs_is_carried_out_too(stores):
+    request, deletes = stores.offered(1), stores.deletions
+    stores.move()
+    deletes.add(request.chain[0])
+    deletes.pump()
+    deletes.add(request.chain[0])  # of what was stored anew
+    deletes.ended(request.chain, None)
+    assert deletes.has_some(request.chain) and deletes.pump()
+    deletes.ended(request.chain, None)
+    assert not deletes.has_some(request.chain)
 
 
 def test_a_chain_is_being_stored_while_a_state_behind_it_is(stores):

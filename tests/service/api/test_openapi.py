@@ -54,6 +54,8 @@ def test_it_is_a_valid_document():
     schemas = DOCUMENT["components"]["schemas"]
     assert references(DOCUMENT) == {f"#/components/schemas/{name}" for name in schemas}, "all found, none unused"
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in schemas)
+    assert schemas["Timings"]["required"] == ["queue_s", "load_s", "prefill_s", "ttft_s", "decode_s"]
+    assert "quantised" in schemas["CachedTokensDetails"]["required"]
     for schema in schemas.values():
         jsonschema_rs.meta.validate({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
 

@@ -187,9 +187,11 @@ def test_a_name_is_known_after_a_restart_and_free_after_its_session_s_end(tmp_pa
     tiers = CacheTiers(hbm="16MiB", cpu="32MiB", disk="64MiB", path=tmp_path)
     with serving(engine={"cache_tiers": tiers}) as server:
         chat(server, "My name is Ada.", "ada", create=True)
+        chat(server, "Hello", "over", create=True, ttl=1e-6)
     with serving(engine={"cache_tiers": tiers}, ttl_s=3600.0) as server:
         assert chat(server, "What is my name?", "ada", create=True)["turn"] == 2
         assert server.get("/sessions/ada").json()["expires_at"] is None, "the server's is for new ones"
+        assert not server.engine.sessions.exists(SessionKey("", "over")), "who comes back clears away what has expired"
         chat(server, "Hello", "ada", ttl=1e-6)
         assert server.get("/sessions/ada").status == 404
         assert chat(server, "Hello", "ada", create=True)["turn"] == 1
