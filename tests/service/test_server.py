@@ -61,7 +61,7 @@ class FakeEngine:
     tokenizer, has_work = None, False
     client = SimpleNamespace(closed=False)
     core = SimpleNamespace(read_here=lambda: False, state="running", silent_s=0.0)
-    chats, answers = SimpleNamespace(client=None, language=Language(None, None, "")), None
+    chats = SimpleNamespace(client=None, language=Language(None, None, ""), answers=None)
 
     def __init__(self) -> None:
         self.is_closed = False
