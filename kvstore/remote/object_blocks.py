@@ -361,7 +361,7 @@ class ObjectSession:
     # -- deleting ----------------------------------------------------------------------------------------------------
     def _delete(self, block_ids: Sequence[BlockId]) -> None:
         """The groups that end with one of these, and those that have one inside, as far as they were seen here; and the
-        states behind such ends.
+        states behind these.
         """
         places, states = self._shared.places, list[BlockId]()
         for start in range(0, len(block_ids) if self._shared.num_state_blocks else 0, MOST_STATE_DELETES):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
@@ -146,7 +146,7 @@ class RemoteStores:
         """Whether some of these, or states behind them, are on their way, or wait and may be handed over."""
         waiting = ((offer.chain.root, offer.chain.ids[offer.next : offer.end]) for offer in self.waiting())
         running = self._batches.values()
-        return any(root in block_ids or not block_ids.isdisjoint(ids) for root, ids in (*running, *waiting))
+        return any(root in block_ids or not block_ids.isdisjoint(ids) for root, ids in chain(running, waiting))
 
     @property
     def num_waiting(self) -> int:
