@@ -102,7 +102,7 @@ def sides(parsed: argparse.Namespace, model: Path, folder: Path, logs: Path) -> 
     ourselves = Path(sys.executable)
     return {
         "ours": Embedded("ours", ourselves, "bench.peers.ours", model, our_folder, threads, our_log),
-        "peer": Embedded(name, python, f"bench.peer_{name}", model, its_folder, threads, its_log),
+        "peer": Embedded(name, python, f"bench.peers.{name}", model, its_folder, threads, its_log),
     }
 
 

@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 import venv
+from argparse import Namespace
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +89,22 @@ def test_servers_are_compared_warm_after_a_restart_and_anew(tmp_path):
     assert table["last turn, computed anew"]["cached_ours"] == table["last turn, computed anew"]["cached_peer"] == 0
     assert table["last turn, after a restart"]["goal"] == "<= 0.5"
     assert (tmp_path / "models" / "tiny" / "config.json").exists()
+
+
+def test_an_embedded_peer_is_compared_in_a_worker_of_its_own(tmp_path):
+    found = tmp_path / "found.json"
+    done = bench(
+        "--peer", "transformers", "--peer-python", sys.executable, "--models", "tiny", "--parts", "speed", "--quick",
+        "--threads", 1, "--logs", tmp_path / "logs", "--json", found,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(row["ours"] > 0 and row["peer"] > 0 for row in rows(found).values() if "ratio" in row)
+
+
+def test_every_embedded_peer_has_its_worker(tmp_path):
+    parsed = Namespace(peer="llamacpp", peer_python=Path(sys.executable), threads=1)
+    for side in peers.sides(parsed, tmp_path, tmp_path, tmp_path).values():
+        assert find_spec(side.module) is not None
 
 
 @pytest.mark.parametrize(
