@@ -22,8 +22,8 @@ def ask_shared(url: str, command: str, arguments: dict[str, Any]) -> Mapping[str
     """As `OfflineStore.handle`, for what is about sessions. Raises ConfigError and StoreError."""
     request = read_arguments(command, arguments)
     if command == "sessions.accept_loss":
-        why = "--session-store does not tell which sessions were lost"
-        raise ConfigError(f"{why}; give --store of a server that runs and shared them")
+        why = "--session-store (KVSTORE_SESSION_STORE) does not tell which sessions were lost"
+        raise ConfigError(f"{why}; give --store of a server that runs and shared them, and leave it out")
     shared = open_shared(parse_session_url(url, "--session-store"), Durability("unchecked"), None, None)
     with closing(SessionStore(None, shared=shared)) as sessions:
         if command == "sessions":

@@ -1,9 +1,10 @@
 """Routes of the administrator: counters, eviction, flush, tenants, drain. All need the administrator's key."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from kvstore.service.api.exchange import context_of
 from kvstore.service.api.schema import read_body
@@ -14,10 +15,10 @@ class EvictBody(msgspec.Struct, kw_only=True, rename={"everything": "all"}, omit
     """What to evict: everything, or what meets all the given conditions. session: {"tenant", "session_id"}."""
 
     everything: bool = False
-    unused_for_s: float | None = None
+    unused_for_s: Annotated[float, Meta(ge=0, lt=1e18)] | None = None
     session: dict[str, str] | None = None
     model: str | None = None
-    to_bytes: int | None = None
+    to_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     dry_run: bool = False
 
 

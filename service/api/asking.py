@@ -69,7 +69,7 @@ def functions_of(tools: Sequence[ToolIn]) -> list[dict[str, Any]]:
     functions, others = list[dict[str, Any]](), set[str]()
     for index, tool in enumerate(tools):
         if tool.type != "function":
-            others.add(tool.type[:40])
+            others.add(repr(tool.type[:40]))
         elif tool.function is None:
             raise bad_request(f"tools[{index}].function", f"tools[{index}].function is missing", "missing")
         else:

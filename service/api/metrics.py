@@ -292,7 +292,7 @@ def _sessions(sessions: Stats) -> Iterator[Metric]:
         yield counter(
             "session_store_failures", "Calls of the shared sessions' server that failed.", sessions["failures"]
         )
-    yield counter("damaged_sessions", "Records of sessions that could not be read.", sessions["damaged"])
+    yield gauge("damaged_sessions", "Sessions in which damage was found.", sessions["damaged"])
 
 
 # -- the engine's counters ------------------------------------------------------------------------------------------

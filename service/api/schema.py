@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, TypeVar
@@ -24,17 +25,18 @@ from kvstore.service.api.asking import ResponseFormat, StructuredIn, ToolChoice,
 from kvstore.service.api.exchange import Context, context_of
 from kvstore.service.api.field_errors import field_error, syntax_error
 from kvstore.service.api.naming import Naming
-from kvstore.service.api.pinning import Breakpoint
 from kvstore.service.http.errors import NO_RETRY, ApiError, ReaderGone, bad_request
+from kvstore.service.http.limits import LARGE_BODY_BYTES
 from kvstore.service.settings.options import nearest
+from kvstore.service.settings.serve_options import ServeOptions
 
 LOGGER = logging.getLogger("kvstore.service")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
 CONSTRAINTS = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "chat_template_kwargs", "continue_final_message",
-    "functions", "include_stop_str_in_output", "logits_processors", "logprobs", "lora_request", "structural_tag",
-    "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens",
+    "documents", "functions", "include_stop_str_in_output", "logits_processors", "logprobs", "lora_request",
+    "prompt_embeds", "structural_tag", "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens",
 ), _NOTHING) | {
     "add_generation_prompt": (None, True),
     "modalities": (None, [], ["text"]),
@@ -43,7 +45,9 @@ CONSTRAINTS = dict.fromkeys((
 }  # fmt: skip
 GUIDED = "guided_"  # and what follows it: what a body does not read itself
 # Fields of other servers that are close to a name of ours but mean something else.
-NO_MISSES = {"conversation_id", "message_id", "models", "top_a", "top_n"}
+NO_MISSES = {"conversation_id", "message_id", "mode", "models", "reasoning_format", "speed", "top_a", "top_n"}
+TTLS: Mapping[str, float] = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43200.0}
+DEFAULT_TTL = "30m"  # OpenAI's
 MAX_EXAMINED = 64  # of unknown fields
 _named: set[str] = set()  # unknown fields that the log has named
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -90,6 +94,16 @@ def near_misses(name: str, known: Iterable[str]) -> list[str]:
     return nearest(name[:64], (one for one in known if len(one) > 3), 0.75 if len(name) < 6 else 0.86)
 
 
+class Breakpoint(msgspec.Struct):
+    """Of a content block, or of the whole request (`prompt_cache_options`), whose ttl the others have that say none.
+
+    mode: "implicit", so that the prompt's end is a breakpoint, or "explicit"; of a request alone. ttl: of TTLS.
+    """
+
+    mode: str | None = None
+    ttl: str | None = None
+
+
 class ContentPart(msgspec.Struct):
     """A part of a message. Only {"type": "text", "text": ...} is supported. reuse: with "reencode" its KV may be
     that of the same text elsewhere.
@@ -105,6 +119,30 @@ def breakpoints_in(contents: Iterable[object]) -> list[Breakpoint]:
     """Of the contents of messages: texts, or lists of parts."""
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.prompt_cache_breakpoint for part in parts if part.prompt_cache_breakpoint is not None]
+
+
+def seconds_of(ttl: str, param: str) -> float:
+    """Raises ApiError 400 for a text that is none of TTLS."""
+    if ttl not in TTLS:
+        raise bad_request(param, f"{param} is {ttl[:40]!r}; give {', '.join(TTLS)}")
+    return TTLS[ttl]
+
+
+def pin_s_of(options: Breakpoint | None, breakpoints: Iterable[Breakpoint]) -> float | None:
+    """For how many seconds the conversation is pinned: the longest of its breakpoints; None where there is none.
+
+    Raises ApiError 400.
+    """
+    options = options or Breakpoint()
+    if options.mode not in (None, "implicit", "explicit"):
+        shown = options.mode[:40]
+        raise bad_request("prompt_cache_options.mode", f"the mode {shown!r} is not known; give implicit or explicit")
+    default_s = seconds_of(options.ttl or DEFAULT_TTL, "prompt_cache_options.ttl")
+    wanted = [default_s] if options.ttl is not None and options.mode != "explicit" else []
+    wanted += [
+        default_s if one.ttl is None else seconds_of(one.ttl, "prompt_cache_breakpoint.ttl") for one in breakpoints
+    ]
+    return max(wanted, default=None)
 
 
 class MessageIn(msgspec.Struct):
@@ -131,6 +169,8 @@ class Sampling(Naming, kw_only=True):
 
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_output_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -159,6 +199,11 @@ class Sampling(Naming, kw_only=True):
     guided_grammar: str | None = None
 
     @property
+    def most_tokens(self) -> int | None:
+        """How many tokens the answer may have, by whichever name it was given."""
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
+
+    @property
     def constraints(self) -> dict[str, Any]:
         """The fields that say what the answer must match."""
         names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -172,6 +217,8 @@ class Sampling(Naming, kw_only=True):
 
 class Talking(Sampling, kw_only=True):
     """What the routes that chat accept beside that, in OpenAI's and vLLM's words."""
+
+    prompt_cache_options: Breakpoint | None = None
 
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -199,11 +246,11 @@ _SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling._
 
 def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) -> SamplingParams:
     """defaults: the model's values for what the request does not give; a beam search has no use for them. more: fields
-    of SamplingParams that the route sets, such as max_tokens or logprobs; None means not given.
+    of SamplingParams that the route sets, such as logprobs; None means not given.
 
     Raises RequestError, which names the field.
     """
-    given = {name: getattr(body, name) for name in _SAMPLED} | more
+    given = {name: getattr(body, name) for name in _SAMPLED} | {"max_tokens": body.most_tokens} | more
     if constraints := body.constraints:
         given["structured_outputs"] = constraint_of(constraints)
     if given["top_k"] == -1:  # how vLLM's clients say "off"
@@ -306,9 +353,9 @@ async def read_body(request: web.Request, type_: type[T]) -> T:
     _check_headers(request)
     options, limits = context_of(request).options, context_of(request).limits
     try:
-        async with asyncio.timeout(options.body_timeout_s), limits.body(request.content_length):
+        async with asyncio.timeout(options.body_timeout_s) as arriving:
             await _ask_for_body(request)
-            raw = await _content(request, options.max_body_bytes)
+            raw = await _content(request, options, limits.large_bodies, arriving)
     except TimeoutError:
         raise ApiError(408, "the body did not arrive in time", code="body_timeout", headers=NO_RETRY) from None
     except web.RequestPayloadError:
@@ -335,13 +382,24 @@ async def _ask_for_body(request: web.Request) -> None:
         request.writer.output_size = 0  # it is not part of the answer
 
 
-async def _content(request: web.Request, limit: int) -> bytearray:
-    """Unlike aiohttp's `read`, it does not keep the body in the request, which lives as long as its answer."""
+async def _content(
+    request: web.Request, options: ServeOptions, large: asyncio.Semaphore, arriving: asyncio.Timeout
+) -> bytearray:
+    """Unlike aiohttp's `read`, it does not keep the body in the request, which lives as long as its answer.
+
+    What has become large waits for room in `large`. It is given `arriving`'s time again then.
+    """
     content = bytearray()
-    async for chunk in request.content.iter_any():
-        content += chunk
-        if len(content) > limit:
-            raise _too_large(limit)
+    async with AsyncExitStack() as room:
+        async for chunk in request.content.iter_any():
+            is_first_large = len(content) <= LARGE_BODY_BYTES < len(content) + len(chunk)
+            content += chunk
+            if len(content) > options.max_body_bytes:
+                raise _too_large(options.max_body_bytes)
+            if is_first_large:
+                arriving.reschedule(None)
+                await room.enter_async_context(large)
+                arriving.reschedule(asyncio.get_running_loop().time() + options.body_timeout_s)
     return content
 
 

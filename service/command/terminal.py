@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
+from os.path import expanduser
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -291,7 +292,7 @@ class TerminalChat:
                 return
 
     def save(self, name: str) -> None:
-        path, messages = Path(name).expanduser(), self._session.messages
+        path, messages = Path(expanduser(name)), self._session.messages  # Path's own raises without such a user
         if path.suffix == ".json":
             known = {"session_id": self._session.session_id, "model": self._engine.facts.model_name}
             text = json.dumps({**known, "messages": messages}, ensure_ascii=False, indent=2) + "\n"

@@ -321,17 +321,6 @@ class Limits:
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
 
-    @asynccontextmanager
-    async def body(self, num_bytes: int | None) -> AsyncIterator[None]:
-        """Hold room for reading a body of this size (None: unknown). Waits while too many large bodies are being
-        read.
-        """
-        if num_bytes is not None and num_bytes <= LARGE_BODY_BYTES:
-            yield
-            return
-        async with self.large_bodies:
-            yield
-
     # -- time --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[Deadline]:

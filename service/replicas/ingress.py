@@ -73,7 +73,9 @@ class Ingress:
         try:
             asked = self._replicas.broadcast("whole", replace(call, method="GET") if looks else call)
             found = await asked.results_async(timeout_s=LOOK_S if looks else ACT_S, return_exceptions=True)
-            head, body = joined(path, [one for one in found if isinstance(one, Whole)])
+            answers = [one for one in found if isinstance(one, Whole)]
+            is_whole = looks or len(answers) == len(found)  # what was to be done everywhere was done everywhere
+            head, body = joined(path, answers) if is_whole else refusal(SILENT)
         except TimeoutError:
             head, body = refusal(SILENT)
         except (RayError, RayServeException):  # there is none

@@ -24,6 +24,8 @@ from kvstore.service.replicas.replica import Head, Whole, refusal
 
 SESSION_PATH = re.compile(r"/sessions/([^/?]+)")
 RESPONSE_PATH = re.compile(r"/v1/responses/(?!compact$)([^/?]+)")
+WHY_PATH = re.compile(r"/requests/[^/?]+/why")  # which one knows a request, only they can tell
+COMPACT = f"{RESPONSES}/compact"
 NEW_ON = (CHAT, RESPONSES)  # where a request that names no session begins one
 MAX_OPENING = 8  # messages up to the first that a user has sent
 Answer = tuple[Head, bytes]
@@ -80,7 +82,7 @@ def affinity_of(
     if said is None:
         return Affinity(_of_tenant(name_of(headers, Naming()), tenant))
     session = _text(said.session_id) if path == CHAT else _session_of(_text(said.previous_response_id))
-    if path == RESPONSES and not session:
+    if path in (RESPONSES, COMPACT) and not session:
         session = name_of({}, Naming(conversation=said.conversation))
     if session:
         return Affinity(session)
@@ -126,14 +128,19 @@ def _opening(said: _Body, tenant: str) -> str:
 
 
 def concerns_everyone(path: str) -> bool:
-    return path in _JOINED or path.startswith("/admin/")
+    return path in _JOINED or path.startswith("/admin/") or WHY_PATH.fullmatch(path) is not None
 
 
 def joined(path: str, answers: Sequence[Whole]) -> Answer:
-    """One answer of all. What is no 200 of some replica is the answer, but for a 503 of `_STATES`."""
+    """One answer of all. What is no 200 of some replica is the answer, but for a 503 of `_STATES`; of a request, what
+    the replica says that had it.
+    """
     if not answers:
         return refusal(unavailable("no replica is ready", "starting"))
     answers = sorted(answers, key=lambda one: one.name)
+    if WHY_PATH.fullmatch(path) is not None:
+        one = min(answers, key=lambda one: one.head.status)
+        return one.head, one.body
     told = (200, 503) if path in _STATES else (200,)
     other = next((one for one in answers if one.head.status not in told), None)
     return _JOINED.get(path, _by_name)(answers) if other is None else (other.head, other.body)

@@ -21,7 +21,6 @@ from kvstore.service.api.asking import (
     ToolIn,
     flat_options_of,
 )
-from kvstore.service.api.pinning import seconds_of
 from kvstore.service.api.schema import (
     AppliedEdits,
     ContentPart,
@@ -29,6 +28,7 @@ from kvstore.service.api.schema import (
     Stop,
     check_part,
     said_content,
+    seconds_of,
     text_of,
     usage_object,
 )
@@ -243,9 +243,22 @@ def _as_users(said: Iterable[Message]) -> Iterator[Message]:
     ]
     for role, run in groupby(known, key=lambda message: message["role"]):
         if role == "user":
-            yield {"role": "user", "content": "\n\n".join(message["content"] for message in run)}
+            yield {"role": "user", **_one_of(run)}
         else:
             yield from run
+
+
+def _one_of(messages: Iterable[Message]) -> Message:
+    """The content of messages as one, where parts that may be reused stay so."""
+    parts = list[tuple[str, str | None]]()
+    for message in messages:
+        text, end = message["content"], 0
+        parts += [("\n\n", None)] if parts else []
+        for start, stop in message.get("reuse", ()):
+            parts += [(text[end:start], None), (text[start:stop], "reencode")]
+            end = stop
+        parts.append((text[end:], None))
+    return joined(parts)
 
 
 def _said(message: MessageParam, param: str) -> Iterator[Message]:

@@ -15,7 +15,6 @@ from kvstore.service.api import schema
 from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answer, tenant_of
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, head_of, open_stateless, token_text
-from kvstore.service.api.pinning import Breakpoint, pin_s_of
 from kvstore.service.api.sessions.turns import TurnResult, delta_of
 from kvstore.service.http.errors import Route, bad_request
 
@@ -31,11 +30,9 @@ class ChatCompletionBody(schema.Talking, kw_only=True):
 
     model: str | None = None
     messages: schema.Messages
-    max_completion_tokens: schema.Count | None = None
     logprobs: bool | None = None
     top_logprobs: schema.TopLogprobs | None = None
     truncation_reuse: str | None = None
-    prompt_cache_options: Breakpoint | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -194,14 +191,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     context, body = await schema.accept(request, ChatCompletionBody)
     body.check()
     params = schema.sampling_params(
-        body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_completion_tokens or body.max_tokens,
+        body, context.engine.engine.facts.sampling_defaults,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     messages, tenant = schema.messages_of(body.messages), tenant_of(request)
     history = StatelessRequest(
         tenant, messages, params, body.cache_salt or "", body.priority or 0, body.options,
         name_of(request.headers, body), bool(body.continue_final_message),
-        pin_s_of(body.prompt_cache_options, schema.breakpoints_in(message.content for message in body.messages)),
+        schema.pin_s_of(body.prompt_cache_options, schema.breakpoints_in(message.content for message in body.messages)),
     )  # fmt: skip
     opened = open_stateless(context, request[EXCHANGE], history)
     return await answer(

@@ -150,9 +150,9 @@ class CompletionsDialect(Dialect[RequestOutput]):
     # -- in words ----------------------------------------------------------------------------------------------------
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         index = number * self.params.n + piece.index
-        text = piece.text if index in self.offsets else self.echoed[number] + piece.text
-        offset = self.offsets.get(index, 0)
-        self.offsets[index] = offset + len(text)
+        echoed = "" if index in self.offsets else self.echoed[number]
+        text, offset = echoed + piece.text, self.offsets.get(index, len(echoed))
+        self.offsets[index] = offset + len(piece.text)
         logprobs = self._logprobs(piece.logprobs, offset) if piece.logprobs else None
         is_last = piece.finish_reason is not None
         stop_reason = turns[number].output.choices[piece.index].stop_reason if is_last else None
@@ -197,7 +197,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     context, body = await accept(request, CompletionBody)
     body.check()
     params = sampling_params(
-        body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        body, context.engine.engine.facts.sampling_defaults, max_tokens=body.most_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )  # fmt: skip
     named, head = name_of(request.headers, body), head_of(context, "cmpl-")

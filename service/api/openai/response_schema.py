@@ -19,16 +19,16 @@ from kvstore.service.api.asking import (
     flat_options_of,
 )
 from kvstore.service.api.naming import Naming, name_of
-from kvstore.service.api.pinning import Breakpoint, pin_s_of
 from kvstore.service.api.schema import (
     AppliedEdits,
+    Breakpoint,
     ContentPart,
-    Count,
     MessageIn,
     PromptTokensDetails,
     Sampling,
     breakpoints_in,
     message_of,
+    pin_s_of,
     said_content,
     usage_object,
 )
@@ -96,7 +96,6 @@ class ResponseBody(Sampling, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    max_output_tokens: Count | None = None
     metadata: Metadata | None = None
     truncation: str | None = None
     truncation_reuse: str | None = None

@@ -221,9 +221,7 @@ async def _wanted(
 
 
 def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
-    params = sampling_params(
-        body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_output_tokens or body.max_tokens
-    )
+    params = sampling_params(body, context.engine.engine.facts.sampling_defaults)
     if params.n != 1:
         raise RequestError(f"n is {params.n}; a response has one answer", param="n")
     return params

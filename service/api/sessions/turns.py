@@ -480,9 +480,12 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     options = body.options.with_clearing(body.context_management, is_session=True)
     if body.thinking is not None:
         options = replace(options, thinking=body.thinking)
+    given = [*(body.messages or ()), body.message]
+    contents = [one.content for one in given if isinstance(one, schema.MessageIn)]
     return TurnRequest(
         tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, bool(body.create),
         fork_of=parent, ttl=body.ttl, options=options,
+        pin_s=schema.pin_s_of(body.prompt_cache_options, schema.breakpoints_in(contents)),
     )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ CONSTRAINTS = {
     "chat_template": "{{x}}",
     "chat_template_kwargs": {"enable_thinking": False},
     "audio": {"voice": "x"},
+    "documents": [{"text": "x"}],
+    "prompt_embeds": "x",
     "modalities": ["audio"],
     "add_generation_prompt": False,
     "continue_final_message": True,
@@ -44,7 +46,7 @@ NEUTRAL = {
 
 # What clients send: the openai package, vLLM's benchmarks, guidellm, aiperf, and settings of other servers.
 SENT = """
-message_id     background best_of cache_prompt context_management conversation documents dry_base echo extra_body
+message_id     background best_of cache_prompt context_management conversation dry_base echo extra_body
     format frequency_penalty function_call id include include_reasoning input instructions
     kv_transfer_params length_penalty lora_path max_completion_tokens max_new_tokens max_output_tokens
     max_prompt_tokens max_tool_calls max_tokens metadata min_length min_new_tokens mirostat models
@@ -54,7 +56,7 @@ message_id     background best_of cache_prompt context_management conversation d
     service_tier session_id skip_special_tokens spaces_between_special_tokens stop_sequences store
     stream_reasoning suffix system tags tenant text tfs thinking timeout title top_a top_n trace transforms
     truncate truncation typical_p usage user verbosity vllm_xargs watermark web_search_options x
-    client_metadata prompt_cache_options
+    client_metadata prompt_cache_options mode speed reasoning_format
 """.split()
 KIND = dict(zip(BODIES, (ChatBody, ChatCompletionBody, CompletionBody, ResponseBody), strict=True))
 KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody, MessagesBody)

@@ -75,6 +75,9 @@ def test_a_resumed_conversation_is_the_history_of_the_prompt(tmp_path):
             terminal.type(f"/save {tmp_path}/{len(lines)}.json\r")
             terminal.hear("messages in")
             terminal.hear("you>")
+            terminal.type("/save ~nobody/x.json\r")
+            terminal.hear("cannot be written")
+            terminal.hear("you>")
             terminal.type("\x04")
             assert terminal.process.wait(TIMEOUT_S) == 0
     said = [json.loads((tmp_path / f"{number}.json").read_text()) for number in (1, 3)]

@@ -206,9 +206,15 @@ def test_who_waits_to_be_asked_for_the_body_is_asked_when_let_in(server):
 def test_few_large_bodies_arrive_at_once_and_small_ones_do_not_wait():
     with serving(body_timeout_s=2.0) as server, server.connect() as raw:
         large = server.context.limits.large_bodies = asyncio.Semaphore(1)
-        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: {2**20 + 1}\n\n"))
+        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: {2**20 + 2}\n\n"))
+        assert not large.locked()  # nothing of it has arrived
+        raw.sendall(b" " * (2**20 + 1))
         server.wait_until(large.locked)
         assert server.post("/tokenize", BODY).status == 200
+        with server.connect() as other:  # of which nobody knows how large it is
+            other.sendall(head("POST /tokenize HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n"))
+            other.sendall(head(f"Authorization: Bearer {KEY}\n\n{len(BODY):x}\n") + BODY + b"\r\n0\r\n\r\n")
+            assert read_answer(other).status == 200
         reply = read_answer(raw)
         assert (reply.status, reply.error["code"]) == (408, "body_timeout")
         server.wait_until(lambda: not large.locked())

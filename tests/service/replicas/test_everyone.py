@@ -64,6 +64,13 @@ def test_the_administrator_s_answers_stand_by_name_and_an_error_stands_for_all()
     assert joined("/metrics", [fine, refused])[0].status == 403
 
 
+def test_why_is_told_by_the_replica_that_had_the_request():
+    unknown, known = answer("replica-0", 404, {"error": {"code": "no"}}), answer("replica-1", 200, {"reason": "new"})
+    for answers in ([unknown, known], [known, unknown]):
+        assert json.loads(joined("/requests/abc/why", answers)[1]) == {"reason": "new"}
+    assert joined("/requests/abc/why", [unknown, unknown])[0].status == 404
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/admin/stats"])
 @pytest.mark.parametrize(
     ("status", "body"), [(403, b'{"error": {"code": "host_not_allowed"}}'), (405, b'{"error": {}}'), (204, b"")]
@@ -79,5 +86,5 @@ def test_without_replicas_it_is_starting():
 
 
 def test_what_concerns_everyone():
-    assert all(map(concerns_everyone, ("/health", "/ready", "/metrics", "/admin/stats")))
+    assert all(map(concerns_everyone, ("/health", "/ready", "/metrics", "/admin/stats", "/requests/1/why")))
     assert not any(map(concerns_everyone, ("/chat", "/sessions", "/", "/administration")))

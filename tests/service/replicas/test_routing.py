@@ -29,6 +29,7 @@ def key_of(path, body=None, tenant="", **headers):
         ("/chat", {"message": "Hello.", "session_id": "abc", "user": "somebody"}),
         ("/v1/responses", {"input": "Hello.", "previous_response_id": "resp_abc_7", "prompt_cache_key": "other"}),
         ("/v1/responses", {"input": "Hello.", "conversation": {"id": "abc"}}),
+        ("/v1/responses/compact", {"input": "Hello.", "conversation": {"id": "abc"}}),
     ],
 )
 def test_all_that_names_a_session_goes_where_it_goes(path, body):

@@ -47,6 +47,12 @@ def test_results_are_messages_of_their_own_in_the_order_of_the_calls():
     ]  # fmt: skip
 
 
+def test_a_text_is_still_reused_where_a_late_system_message_is_joined_to_it():
+    first = [text("A"), text("BC", reuse="reencode"), text("D")]
+    (user,) = said(("user", first), ("system", "S"), ("user", [text("E", reuse="reencode")]), late=False)
+    assert user == {"role": "user", "content": "ABCD\n\nS\n\nE", "reuse": [(1, 3), (9, 10)]}
+
+
 def test_a_text_is_reused_whoever_says_it_and_what_is_wrong_is_named_where_it_stands():
     user, answer, last = said(
         ("user", [result("call_x", "1"), text("A"), text("BC", reuse="reencode")][1:]),

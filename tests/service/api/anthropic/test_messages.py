@@ -254,7 +254,7 @@ def test_unknown_fields_are_passed_over_and_named_once(client, caplog):
     assert len([line for line in lines if "a_field_of_tomorrow" in line]) == 1
     web = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
     ask(client, said("Hello"), tools=[web, *OURS], max_tokens=1)
-    assert "tools of the types web_search_20250305 are passed over" in caplog.text
+    assert "tools of the types 'web_search_20250305' are passed over" in caplog.text
 
 
 def test_a_breakpoint_pins_the_conversation(client, server):

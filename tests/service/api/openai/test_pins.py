@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvstore.service.api.pinning import TTLS
+from kvstore.service.api.schema import TTLS
 from tests.support.engines import chain_of
 from tests.support.service.serving import server_fixture
 
@@ -41,6 +41,11 @@ def test_a_breakpoint_pins_a_session(server, client):
         answer = client.responses.create(input=said, max_output_tokens=4, extra_body=options, **MODEL)
         session = server.get(f"/sessions/{answer.id.split('_')[1]}").json()
         assert round(session["pinned_until"] - time.time(), -2) == seconds
+        turn = {"message": {"role": "user", "content": said[0]["content"]}, "max_completion_tokens": 4, **options}
+        answer = server.post("/chat", turn).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        session = server.get(f"/sessions/{answer['session_id']}").json()
+        assert round(session["pinned_until"] - time.time(), -2) == seconds
 
 
 def test_without_a_breakpoint_the_options_say_whether_the_end_is_one(server, client):
@@ -59,6 +64,7 @@ def test_without_a_breakpoint_the_options_say_whether_the_end_is_one(server, cli
 def test_options_of_another_kind_are_refused(server, options):
     bodies = [
         ("/v1/responses", {"input": "Hello", "prompt_cache_options": options}),
+        ("/chat", {"message": "Hello", "prompt_cache_options": options}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_cache_options": options}),
     ]
     marked = {"type": "input_text", "text": "x", "prompt_cache_breakpoint": options}
