@@ -273,6 +273,7 @@ def _open_store(
             '"KVStoreConnector" and "kv_connector_module_path": "kvstore.hosts.vllm", as `kvstore vllm-config` does'
         )
     vllm_identity.check_hashes(config)
+    vllm_identity.check_steps(config)
     for text in vllm_identity.warnings(config, spec.offload_prompt_only):
         logger.warning("KVStoreTier: %s", text)
     check_block_bytes(row_bytes, parse_size(disk, "disk"))

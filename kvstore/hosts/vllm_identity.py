@@ -48,6 +48,19 @@ def check_hashes(config: Any) -> None:
         )
 
 
+def check_steps(config: Any) -> None:
+    """Raises ConfigError where vLLM would keep states that nobody finds: it has them at ends of steps, and looks for
+    them at the ends of blocks.
+    """
+    step = field(config, "scheduler_config.max_num_batched_tokens")
+    block = field(config, "cache_config.block_size")
+    if field(config, "cache_config.mamba_cache_mode") == "align" and step % block:
+        raise ConfigError(
+            f"a step of vLLM has {step} tokens, and its blocks have {block} with this model's states, which come back "
+            f"only where a step ends with a block; give --max-num-batched-tokens {-(-step // block) * block}"
+        )
+
+
 def warnings(config: Any, offload_prompt_only: bool) -> Iterator[str]:
     """Settings that spoil the reuse of conversations, each with advice."""
     if offload_prompt_only:

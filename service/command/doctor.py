@@ -29,10 +29,6 @@ PROBE_S, PROBE_EVERY_S = 2.0, 0.1
 WORDS = "river stone lamp green seven north window paper iron cloud salt bridge orange quiet wheel garden".split()
 FIRST_CHARS, LAST_CHARS = 400, 60
 UNTOLD = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
-BLOCKS = (
-    "of a model that keeps states it takes some only if --max-num-batched-tokens is a multiple of its blocks, of which "
-    "its log has the size: 'Setting attention block size to N tokens'"
-)
 NO_TIER = "vLLM runs without kvstore's tier: kvstore vllm-config writes the flags"
 VLLM_SOURCES = {"local_cache_hit": "hbm", "external_kv_transfer": "tiers below"}
 SGLANG_SOURCES = {"device": "hbm", "host": "cpu", "storage": "disk"}
@@ -259,7 +255,7 @@ def _cause(talk: Talk, second: Measured, third: Measured) -> str:
         cause = "the server's store does not know the conversation" if "disk" in tiers else keeps
     if talk.host == "vllm":
         chunks = metrics.get("vllm:kvstore_disk_blocks")
-        took = f"the tier has {chunks:,.0f} chunks; vLLM took none; {BLOCKS}" if chunks else cause
+        took = f"the tier has {chunks:,.0f} chunks; vLLM took none of them" if chunks else cause
         cause = NO_TIER if chunks is None else took
     if not second.cached_tokens:
         cause += "; nor did turn 2 find anything of turn 1, before the restart"

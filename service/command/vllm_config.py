@@ -96,8 +96,8 @@ def model_flags(config: Mapping[str, Any], on_cpu: bool) -> tuple[list[str], dic
         flags += ["--max-num-batched-tokens", str(size * math.ceil(STEP_TOKENS / size))]
         reasons["--max-num-batched-tokens"] = (
             f"states are kept at the ends of steps, and hit at borders of vLLM's blocks, here of {size:,} tokens: "
-            "a step is of whole blocks; where vLLM's log sets the attention block size to another number of tokens, "
-            "give a multiple of that"
+            "a step is of whole blocks; where vLLM makes blocks of another size, it does not start, and says what to "
+            "give"
         )
         reasons["--block-size"] = "no flag: vLLM makes blocks of attention as large as one layer's state"
     return flags, reasons

@@ -61,7 +61,10 @@ def vllm_config_of(algorithm: str = "sha256_cbor", policy: str = "recompute") ->
     """What our tier reads of vLLM's configuration, where the weights have an identity."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both", kv_load_failure_policy=policy)
     cache, device = CacheConfig(prefix_caching_hash_algo=algorithm), SimpleNamespace(device_type="cpu")
-    return SimpleNamespace(cache_config=cache, kv_transfer_config=transfer, device_config=device)
+    steps = SimpleNamespace(max_num_batched_tokens=2048)
+    return SimpleNamespace(
+        cache_config=cache, kv_transfer_config=transfer, device_config=device, scheduler_config=steps
+    )
 
 
 def keys_of(name: str, num_blocks: int) -> list[bytes]:

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.hosts.vllm_identity import check_hashes, namespace, store_folder, warnings
+from kvstore.hosts.vllm_identity import check_hashes, check_steps, namespace, store_folder, warnings
 
 CONFIG = (
     "model_config.model", "model_config.revision", "model_config.hf_config", "model_config.dtype",
     "model_config.quantization", "model_config.max_model_len", "load_config.download_dir", "device_config.device_type",
-    "cache_config.prefix_caching_hash_algo", "kv_transfer_config.kv_connector_extra_config",
+    "cache_config.prefix_caching_hash_algo", "cache_config.block_size", "cache_config.mamba_cache_mode",
+    "scheduler_config.max_num_batched_tokens", "kv_transfer_config.kv_connector_extra_config",
     "kv_transfer_config.kv_load_failure_policy",
 )  # fmt: skip
 SPEC = (
@@ -54,7 +55,8 @@ def config(tmp_path):
         model_config=model,
         load_config=SimpleNamespace(download_dir=None),
         device_config=SimpleNamespace(device_type="cpu"),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", block_size=544, mamba_cache_mode="align"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2176),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_load_failure_policy="recompute"),
     )
 
@@ -62,8 +64,17 @@ def config(tmp_path):
 def start(config, spec, folder, identity: str | None = None) -> bytes:
     """All that is read of vLLM's objects when it starts."""
     check_hashes(config)
+    check_steps(config)
     assert not list(warnings(config, offload_prompt_only=False)) and store_folder(config) is None
     return namespace(spec, config, identity, 4096, folder, "0.32")
+
+
+def test_steps_that_keep_states_nobody_finds_are_refused_with_the_size_to_give(config):
+    config.cache_config.block_size = 384  # as vLLM has it where its kernels are others
+    with pytest.raises(ConfigError, match=r"2176 tokens, and its blocks have 384 .* --max-num-batched-tokens 2304"):
+        check_steps(config)
+    config.cache_config.mamba_cache_mode = "none"  # a model without states
+    check_steps(config)
 
 
 def test_another_number_of_ranks_finds_something_in_the_canonical_layout_alone(config, tmp_path):
