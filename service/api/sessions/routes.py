@@ -434,9 +434,10 @@ async def stop(request: web.Request) -> web.Response:
     await read_optional_body(request, EmptyBody)
     await turns.check_exists(context, key)
     hold = context.claims.on(key)
-    if hold is not None and hold.owner is not None:
-        await hold.owner.stop()
-    return json_response(Stopped(key.session_id, hold is not None))
+    turn = None if hold is None else hold.owner  # an edit and a truncation have none
+    if turn is not None:
+        await turn.stop()
+    return json_response(Stopped(key.session_id, turn is not None))
 
 
 _TAG = "sessions"

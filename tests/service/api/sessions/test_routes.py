@@ -203,6 +203,19 @@ def test_stop_where_nothing_runs(server):
     assert server.request("POST", f"/sessions/{session_id}/stop").json() == {"id": session_id, "stopped": False}
 
 
+@pytest.mark.parametrize(("path", "body"), [("edit", {"edits": REMOVE}), ("truncate", {"turns": 1})])
+def test_a_stop_ends_no_change_of_a_session_and_says_so(server, path, body):
+    session_id, told = talk(server), []
+
+    def stop():
+        assert server.context.claims.on(SessionKey("alice", session_id)) is not None
+        told.append(server.post(f"/sessions/{session_id}/stop").json())
+
+    with before_each(server.engine.sessions, "commit_turn", stop):
+        assert server.post(f"/sessions/{session_id}/{path}", body).json()["turn"] == 5
+    assert told == [{"id": session_id, "stopped": False}]
+
+
 # -- edits -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tiered():
