@@ -5,12 +5,10 @@ Knows the core's verbs and the stores of sessions and answers; no model.
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -24,20 +22,12 @@ from kvstore.engine.outputs import MOST_ASKED, Usage
 from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
 from kvstore.engine.sessions.window import lineage_of
 from kvstore.engine.stats import EngineStats
-from kvstore.errors import (
-    EngineClosedError,
-    EngineDiedError,
-    RequestError,
-    SessionDamagedError,
-    SessionNotFoundError,
-    StoreError,
-)
+from kvstore.errors import EngineClosedError, RequestError, SessionNotFoundError
 from kvstore.sessions.record import SessionHead, SessionKey
 
-EXPIRY_ROUND_S = 30.0
 MAX_PIN_S = 30 * 24 * 3600
 MAX_PINS = 10_000  # whose ends are known; the oldest beyond that are forgotten
-RETRY_S = 2.0  # for resuming interrupted deletions, in all; the rest waits for the next round
+RETRY_S = 2.0  # for deletions that nobody waits for, in all; the rest waits for the next round
 
 
 class Admin:
@@ -50,18 +40,21 @@ class Admin:
         self.usages = dict[tuple[str, str], tuple[Usage, ...]]()
         self._client = chats.client
         self._sessions = chats.sessions
-        self._last_expiry_s = -math.inf
-        self._expiring = threading.Lock()
         self._pins = dict[SessionKey, tuple[float, int]]()  # when the pin ends, and the life of the core that knows it
 
     def resume(self) -> None:
-        """Resume deletions that a crash or a failing disk interrupted, for RETRY_S at most. If sessions are shared,
-        resume those of other servers, too.
+        """Delete sessions that have expired, and resume deletions that a crash or a failing disk interrupted, for
+        RETRY_S at most. If sessions are shared, resume those of other servers, too. A session in the middle of a turn
+        stays.
         """
         if self._sessions.sharing.has_missed_deletions():
             self._client.call(EvictBlocks(Evict(everything=True)))
         self._sessions.renew()
         deadline = time.monotonic() + RETRY_S
+        for key in self._sessions.expired(time.time()):
+            if time.monotonic() >= deadline:
+                return
+            self._delete_one(key, 0.0, only_expired=True)
         for tombstone in self._sessions.pending_deletions():
             if (left := deadline - time.monotonic()) <= 0:
                 return
@@ -97,7 +90,6 @@ class Admin:
         """
         if self._client.closed:
             raise EngineClosedError("the engine is closed")
-        self.expire()
         return self._sessions.list(tenant, limit, after, is_personal)
 
     def delete_session(self, session_id: str, tenant: str = "") -> int:
@@ -112,34 +104,26 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         return num_blocks
 
-    def fork_session(
-        self, session_id: str, turn: int | None, new_id: str, tenant: str = "", is_version: bool = False
-    ) -> SessionHead:
+    def fork_session(self, session_id: str, turn: int | None, new_id: str, tenant: str = "") -> SessionHead:
         """Begin another session with turns 1 to `turn` (None: all) of this one, which may be damaged behind them.
 
-        is_version: see `Parent`. Raises RequestError if there is no such session or turn, and StoreError if the new id
-        is taken or one of these turns is damaged.
+        Raises RequestError if there is no such session or turn, and StoreError if the new id is taken or one of these
+        turns is damaged.
         """
         self._client.check_open()
-        key, new_key = SessionKey(tenant, session_id), SessionKey(tenant, new_id)
-        with suppress(SessionDamagedError):
-            if self._is_over(key):
-                self.expire(key)
-        return self._sessions.fork(key, turn, new_key, is_version).wait()
+        return self._sessions.fork(SessionKey(tenant, session_id), turn, SessionKey(tenant, new_id)).wait()
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
         """Delete one session. Returns the number of its own blocks, None if there is no session to delete. Its turn has
         ended by then, none begins meanwhile, and none is stored.
         """
         unstored, claims, chat = list[BlockId](), self._chats.claims, self._chats.known.get(key)
-        if only_expired and claims.on(key) is not None:
-            return None
         with nullcontext() if chat is None else chat.storing:
             hold = claims.on(key)
+            if only_expired and hold is not None:
+                return None
             if chat is not None and hold is not None and hold.turn is not None:
                 self._client.abort(hold.turn.handle)
-            if only_expired and not self._is_over(key):
-                return None
             tombstone = self._sessions.delete(key, time.time() if only_expired else None).wait()
             if tombstone is None and only_expired:
                 return None
@@ -158,10 +142,6 @@ class Admin:
         if unstored:
             self._client.call(Forget(unstored, RETRY_S))
         return None if chat is None else 0
-
-    def _is_over(self, key: SessionKey) -> bool:
-        head = self._sessions.head(key)
-        return head is not None and head.expires_s is not None and head.expires_s <= time.time()
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         """See `Engine.prefetch`."""
@@ -208,26 +188,6 @@ class Admin:
         until_s, life = self._pins.get(key, (0.0, None))
         return until_s if until_s > time.time() and life == self._client.life else None
 
-    def expire(self, key: SessionKey | None = None) -> None:
-        """Delete this session if it has expired, and, at most once in EXPIRY_ROUND_S seconds, all that have.
-
-        A session in the middle of a turn stays. A round also resumes interrupted deletions. Raises StoreError if the
-        given session cannot be deleted; deletions that fail in a round are retried in the next one.
-        """
-        if key is not None and self._is_over(key):
-            self._delete_one(key, RETRY_S, only_expired=True)
-        now = time.monotonic()
-        if now - self._last_expiry_s < EXPIRY_ROUND_S or not self._expiring.acquire(blocking=False):
-            return
-        try:
-            self._last_expiry_s = now
-            with suppress(StoreError, EngineDiedError):
-                for over in self._sessions.expired(time.time()):
-                    self._delete_one(over, 0.0, only_expired=True)
-                self.resume()
-        finally:
-            self._expiring.release()
-
     # -- other processes ---------------------------------------------------------------------------------------------
     def handle(self, command: str, arguments: dict[str, object]) -> dict[str, object]:
         """Answer one request of the store's socket. Raises KVStoreError."""
@@ -256,7 +216,6 @@ class Admin:
 
     def _show(self, wanted: OneSession) -> dict[str, object]:
         key = wanted.session.key
-        self.expire(key)
         state = self._sessions.load(key)
         if state is None:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")

@@ -197,8 +197,7 @@ class Engine:
         self.admin = Admin(self.chats)
         with suppress(RemoteError, StoreLostError):  # later rounds retry
             self.admin.resume()
-        if self.sessions.sharing.is_shared:
-            opened.callback(_carry_out_deletions(self.admin))
+        opened.callback(_carry_out_deletions(self.admin))
         if directory is not None:
             opened.callback(ControlServer(directory, weak_handler(self.admin)).close)
         self._closing = Closing(opened.pop_all())
@@ -289,8 +288,6 @@ class Engine:
         if system is not None:
             check_length([system], language.tokenizer, self.client.facts.max_request_tokens)
         self.client.check_open()
-        if not is_new:
-            self.admin.expire(key)
         return self.chats.open(key, system, truncation, truncation_reuse, is_new)
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
@@ -345,7 +342,7 @@ class Engine:
 
 
 def _carry_out_deletions(admin: Admin) -> Callable[[], None]:
-    """Carry out the deletions of other servers that share the sessions, every few seconds, until the result is called.
+    """Delete what has expired and carry out other servers' deletions, every few seconds, until the result is called.
     Keeps no engine alive that its owner has dropped.
     """
     held, closed = weakref.ref(admin), threading.Event()

@@ -246,13 +246,15 @@ class Hold:
     """One turn's hold on its session, from `Claims.hold` to `Claims.release`.
 
     request_key: its Idempotency-Key. owner: None for a caller that blocks. turn: set once it has begun. lease: the
-    right to store it; None where no other server could write. released: completed when the session is free again.
+    right to store it; None where no other server could write. changes: of the session's head, stored with the turn.
+    released: completed when the session is free again.
     """
 
     def __init__(self, key: SessionKey, request_key: str | None, owner: Turn[Any] | None) -> None:
         self.key, self.request_key, self.owner = key, request_key, owner
         self.turn: OneTurn | None = None
         self.lease: Claim | None = None
+        self.changes = dict[str, Any]()
         self.released: Future[None] = Future()
         self.released.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it for the others
 

@@ -22,15 +22,7 @@ from kvstore.engine.client.messages import Forget, Pin
 from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import AppliedEdit, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.edits import (
-    Changed,
-    Directive,
-    EditResult,
-    directives_of,
-    edited_turn,
-    edits_at,
-    edits_of,
-)
+from kvstore.engine.sessions.edits import Changed, Directive, EditResult, directives_of, edited_turn, edits_at, edits_of
 from kvstore.engine.sessions.window import OneTurn, Window, spliced_blocks
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
@@ -57,8 +49,7 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.sessions.answers import AnswerStore, owner_tag
-from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
-from kvstore.sessions.sharing import Claim
+from kvstore.sessions.record import Fork, MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.store import SessionStore
 
 DELETE_TIMEOUT_S = 60.0
@@ -73,8 +64,9 @@ class ChatSession:
     is stored, and while the session is deleted. life: the core's life when this object was made; a later core knows
     nothing of it. unstored: blocks of spans that turns have computed which are not stored.
 
-    number: the store's own for it; None until the first turn is stored. num_turns: that are stored, as far as known
-    here. truncated_tokens: dropped from the window by these. updated_s: when the last of them was stored.
+    number: the store's own for it; None until the first turn is stored; fork_of: what a fork begins with until then.
+    num_turns: that are stored, as far as known here, or that a fork begins with. truncated_tokens: dropped from the
+    window by these. updated_s: when the last of them was stored.
     """
 
     def __init__(self, chats: Chats, key: SessionKey, system: str | None, state: SessionState | None) -> None:
@@ -85,6 +77,7 @@ class ChatSession:
         self.chats, self.life = chats, chats.client.life
         self.storing = threading.Lock()
         self.number: int | None = None
+        self.fork_of: Fork | None = None
         self.num_turns = self.truncated_tokens = 0
         self.updated_s = 0.0
         self.is_deleted = False
@@ -264,11 +257,10 @@ class ChatSession:
         with self.storing:
             if self.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
-            if turn.cleared is not None:
-                self.store(turn.cleared, turn.before, hold.lease)
             after = turn.after(language.tokenizer, language.chat_template(), client.facts.block_size)
-            record = turn.record(self.num_turns + 1, after)
-            self.store(record, after, hold.lease)
+            cleared = () if turn.cleared is None else (turn.cleared,)
+            record = turn.record(self.num_turns + len(cleared) + 1, after)
+            self.store((*cleared, record), after, hold)
             return record
 
     # -- changes that are no answers: each is a turn without messages --------------------------------------------------
@@ -329,7 +321,7 @@ class ChatSession:
     def _store_change(self, changed: Changed, hold: Hold) -> None:
         (after, record, forgotten), before = changed, self.window
         try:
-            self.store(record, after, hold.lease, forgotten)
+            self.store([record], after, hold, forgotten)
         except Exception:
             self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
             raise
@@ -349,12 +341,13 @@ class ChatSession:
 
     def _edited(self, make: Callable[[Sequence[TurnRecord]], list[MessageEdit]], reuse: str) -> tuple[Changed, int]:
         chats = self.chats
-        turns = chats.sessions.turns(self.key, 0, self.num_turns) or ()
+        turns = self.fork_of.turns if self.fork_of else chats.sessions.turns(self.key, 0, self.num_turns) or ()
         return edited_turn(self.window, turns, make(turns), reuse, chats.language, chats.client, self.tenant)
 
     # -- in the store ------------------------------------------------------------------------------------------------
     def _adopt(self, state: SessionState) -> None:
-        self.number, self.num_turns, self.truncated_tokens = state.head.number, state.turn, state.truncated_tokens
+        self.number = state.head.number or None
+        self.num_turns, self.truncated_tokens = state.turn, state.truncated_tokens
         self.updated_s, self.window = state.head.updated_s, Window.of(state, self.chats.client)
 
     def is_at(self, head: SessionHead) -> bool:
@@ -387,16 +380,16 @@ class ChatSession:
         return self.is_deleted
 
     def store(
-        self, turn: TurnRecord, after: Window, lease: Claim | None, forgotten: Sequence[MessageEdit] = ()
+        self, turns: Sequence[TurnRecord], after: Window, hold: Hold, forgotten: Sequence[MessageEdit] = ()
     ) -> None:
-        """Store the next turn, durable on return. after: the window with it. forgotten: see `SessionStore`."""
-        facts, sessions = self.chats.client.facts, self.chats.sessions
-        head = sessions.commit_turn(
-            self.key, turn, facts.fingerprint, facts.model_name, self.number, lease, forgotten
-        ).wait()
-        self.number, self.updated_s = head.number, head.updated_s
-        self.num_turns += 1
-        self.truncated_tokens += turn.truncated_tokens
+        """Store the next turns, durable on return. after: the window with them. forgotten: see `SessionStore`."""
+        facts = self.chats.client.facts
+        head = self.chats.sessions.commit_turn(
+            self.key, *turns, fingerprint=facts.fingerprint, model=facts.model_name, session_number=self.number,
+            lease=hold.lease, forgotten=forgotten, fork=self.fork_of, **hold.changes,
+        ).wait()  # fmt: skip
+        self.number, self.num_turns, self.updated_s, self.fork_of = head.number, head.num_turns, head.updated_s, None
+        self.truncated_tokens += sum(turn.truncated_tokens for turn in turns)
         self.window = after
         self._tell_expiry(head)
 
@@ -453,11 +446,15 @@ class Chats:
 
     def open(
         self, key: SessionKey, system: str | None = None, truncation: str | None = None,
-        truncation_reuse: str | None = None, is_new: bool = False,
+        truncation_reuse: str | None = None, is_new: bool = False, fork: Fork | None = None,
     ) -> ChatSession:  # fmt: skip
-        """See `Engine.chat`; its arguments are already checked."""
-        is_known = is_new or self.get(key) is not None
-        state = None if is_known else self.sessions.load(key)  # outside the lock: it reads the disk
+        """See `Engine.chat`; its arguments are already checked. fork: what a new session begins with."""
+        chat, state = None if is_new else self.get(key), None if fork is None else fork.state
+        if chat is not None and chat.number is not None and not (chat.is_busy or self.sessions.exists(key)):
+            self.drop(key)  # it has expired
+            chat = None
+        if chat is None and not is_new:
+            state = self.sessions.load(key)  # outside the lock: it reads the disk
         with self.lock:
             self.client.check_open()
             chat = self.get(key)
@@ -465,6 +462,7 @@ class Chats:
                 if not is_new and self.sessions.head(key) != (None if state is None else state.head):
                     state = self.sessions.load(key)  # it may have changed since
                 chat = self.known[key] = ChatSession(self, key, system, state)
+                chat.fork_of = fork
             chat.set_truncation(truncation, truncation_reuse)
             return chat
 

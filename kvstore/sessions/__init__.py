@@ -21,6 +21,10 @@ Sessions are data, KV is a cache. Each turn is one record with the exact token i
 committed with full sync before the turn's last piece is handed out: by a thread of its own, in groups, so that the
 engine's step never waits. KV may be lost and is computed again; an acknowledged turn must not be lost.
 
+Whatever is stored of a session at one time is one transaction: turns, what a fork begins with, a time to live, a name.
+A session that has expired is not there for whoever reads, so nobody has to delete it first; only a turn that began
+before is still stored.
+
 The store keeps, per block, which sessions refer to it. Deleting a session is one transaction that writes a
 tombstone with the blocks that nobody else refers to; these go from every tier, also after a crash in between.
 

@@ -23,7 +23,7 @@ def forget(
     of them tokenizes its transcript again. A tombstone names their blocks. draft: see `tables.append`. Raises
     StoreError, then nothing is changed.
     """
-    head = tables.next_of(view, key, after, number)
+    head = tables.next_of(view, draft, [after], number)
     assert head is not None
     turns = tables.read_turns(view, head, head.num_turns)
     first = min(edit.turn for edit in edits)
@@ -40,9 +40,8 @@ def forget(
         tables.put_turn(view, number, turn, payload)
     for block_id in gone:
         view.delete(REFS, block_id + be64(number))
-    if head.title == was_named != title:
-        tables.change_head(view, key, title=title)
-    return tables.append(view, draft, after, payloads[-1], number)
+    title = title if head.title == was_named else head.title
+    return tables.append(view, draft, [after], payloads[-1:], number, title=title)
 
 
 def _without(turn: TurnRecord, edits: Sequence[MessageEdit]) -> TurnRecord:

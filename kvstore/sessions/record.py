@@ -77,6 +77,10 @@ class SessionHead(Record, frozen=True):
     def expires_s(self) -> float | None:
         return None if self.ttl_s is None else self.updated_s + self.ttl_s
 
+    def is_over(self, now_s: float) -> bool:
+        """Whether it has expired: then nobody finds it any more, and it is deleted soon."""
+        return self.expires_s is not None and self.expires_s <= now_s
+
     @property
     def cursor(self) -> str:
         """The session's place in its tenant's list, for `list(after=...)`."""
@@ -236,6 +240,21 @@ def replay(head: SessionHead, turns: Sequence[TurnRecord]) -> SessionState:
         miss=None if turns[-1].messages else turns[-1].miss,
         truncated_tokens=sum(turn.truncated_tokens for turn in turns),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A session that begins with the first turns of another, before it is stored. draft: its head without these turns.
+
+    It shares their blocks, but none of their idempotency keys.
+    """
+
+    draft: SessionHead
+    turns: Sequence[TurnRecord]
+
+    @property
+    def state(self) -> SessionState:
+        return replay(self.draft, self.turns)
 
 
 def micros(time_s: float) -> int:

@@ -12,10 +12,10 @@ from itertools import takewhile
 
 from msgspec.structs import replace
 
-from kvstore.errors import RequestError, SessionDamagedError, SessionNotFoundError, StoreError
+from kvstore.errors import RequestError, SessionBusyError, SessionDamagedError, SessionNotFoundError, StoreError
 from kvstore.sessions import tables
 from kvstore.sessions.check import whole_session
-from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord, replay, unseal, with_turn
+from kvstore.sessions.record import Fork, Parent, SessionHead, SessionKey, TurnRecord, unseal, with_turn
 from kvstore.sessions.tables import HEADS, TURNS, View, be64
 
 MAX_LOOKED_AT = 10  # of damaged sessions, each time they are counted: whether one is whole by now takes reading it
@@ -73,36 +73,44 @@ def _head(view: View, number: int) -> SessionHead | None:
 
 def fork(
     view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float, is_version: bool = False
-) -> SessionHead:
-    """Create a session with the first turns of another. It shares their blocks, but none of their idempotency keys.
-
-    turn: the last of them; None: all. The other session may be damaged, but not these turns. Raises RequestError where
-    they do not end with an answer, as it was forgotten.
+) -> Fork:
+    """turn: the last one that it begins with; None: all. The other session may be damaged, but not these turns. Raises
+    RequestError where they do not end with an answer, as it was forgotten.
     """
     assert source.tenant == new_key.tenant, "a fork of another tenant's session"
-    head, turns = _source(view, source, turn)
-    state = replay(head, turns)
-    if turns and state.messages and state.messages[-1]["role"] not in ("assistant", "system"):
-        raise RequestError(f"the answer of turn {len(turns)} was forgotten: a fork cannot end there", param="turn")
-    turns = [replace(one, idempotency_key=None) for one in turns]
-    num_turns, num_tokens = len(turns), len(state.token_ids)
+    head, turns = _source(view, source, turn, now_s)
     draft = replace(
-        head, key=new_key, created_s=now_s, updated_s=now_s, num_turns=num_turns, num_tokens=num_tokens,
-        title=head.title if turns else "", parent=Parent(source.session_id, num_turns, is_version),
+        head, key=new_key, number=0, created_s=now_s, updated_s=now_s, num_turns=0, num_tokens=0,
+        title=head.title if turns else "", parent=Parent(source.session_id, len(turns), is_version),
     )  # fmt: skip
-    payloads = [tables.encode_turn(one, new_key) for one in turns]
-    new = tables.create(view, draft)
-    view.expect([place for one in turns for place in tables.entries_of_turn(new.number, one)])
-    for one, payload in zip(turns, payloads, strict=True):
-        tables.put_turn(view, new.number, one, payload)
-    return new
+    made = Fork(draft, [replace(one, idempotency_key=None) for one in turns])
+    messages = made.state.messages
+    if turns and messages and messages[-1]["role"] not in ("assistant", "system"):
+        raise RequestError(f"the answer of turn {len(turns)} was forgotten: a fork cannot end there", param="turn")
+    return made
 
 
-def _source(view: View, key: SessionKey, turn: int | None) -> tuple[SessionHead, list[TurnRecord]]:
+def check_fork(view: View, made: Fork) -> None:
+    """Raises SessionBusyError if the turns that it begins with were changed meanwhile, and as `fork`."""
+    draft, parent = made.draft, made.draft.parent
+    assert parent is not None
+    source = SessionKey(draft.key.tenant, parent.session_id)
+    if fork(view, source, parent.turn, draft.key, draft.created_s).turns != made.turns:
+        raise SessionBusyError(f"session {source.session_id} has just been changed; ask again", retry_after_s=0)
+
+
+def store_fork(view: View, made: Fork) -> SessionHead:
+    key, head = made.draft.key, tables.read_head(view, made.draft.key)
+    if head is not None and not head.is_over(made.draft.created_s):
+        raise StoreError(f"session {key.session_id} exists already: take another id, or delete it first")
+    return tables.append(view, made.draft, made.turns, [tables.encode_turn(one, key) for one in made.turns])
+
+
+def _source(view: View, key: SessionKey, turn: int | None, now_s: float) -> tuple[SessionHead, Sequence[TurnRecord]]:
     """The head and the first turns of a session; of a damaged head what these turns tell."""
     try:
         head = tables.read_head(view, key)
-        if head is None:
+        if head is None or head.is_over(now_s):
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         last = head.num_turns if turn is None else turn
         if not 0 <= last <= head.num_turns:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.disk.directory import StoreDirectory
@@ -22,7 +22,16 @@ from kvstore.sessions.check import CheckReport, mend
 from kvstore.sessions.forgetting import forget
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.memory import MemoryTables, RecentSessions
-from kvstore.sessions.record import MessageEdit, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.record import (
+    Fork,
+    MessageEdit,
+    Parent,
+    SessionHead,
+    SessionKey,
+    SessionState,
+    Tombstone,
+    TurnRecord,
+)
 from kvstore.sessions.sharing import Claim, Sharing
 from kvstore.sessions.storage import IO_ERRORS, DiskTables, Storage, Ticket, Transactions
 from kvstore.sessions.tables import TABLES, View
@@ -40,7 +49,8 @@ class SessionStore:
     """Durable sessions. Every method may be called from any thread; none may be called in a forked child.
 
     A change returns a Ticket at once; changes are carried out in the order of the calls. A read sees what is durable,
-    not what is still queued. Reading and waiting raise StoreError, which names a damaged session.
+    not what is still queued, and no session that has expired. Reading and waiting raise StoreError, which names a
+    damaged session.
 
     open_environment: see `DiskTables`. None: sessions are kept in memory, which is the same in all but durability, and
     only the `max_sessions` used last. shared: tables that servers share, instead. sharing: who may write where servers
@@ -73,9 +83,15 @@ class SessionStore:
         self._missing: str | None = None  # what the store held before
         self._counted = dict.fromkeys((*SHOWN, "damaged", "bytes"), 0)  # when it was read the last time
 
-    def _read(self, key: SessionKey, work: Callable[[View], T]) -> T:
-        """Read this session."""
-        return self.transactions.read(self._explaining(key, work))
+    def _read(self, key: SessionKey, work: Callable[[View], T | None]) -> T | None:
+        """Read this session; None if there is none, as when it has expired."""
+        now_s = self._clock()
+
+        def living(view: View) -> T | None:
+            head = tables.read_head(view, key)
+            return None if head is None or head.is_over(now_s) else work(view)
+
+        return self.transactions.read(self._explaining(key, living))
 
     def _submit(self, key: SessionKey, work: Callable[[View], T]) -> Ticket[T]:
         """Queue a change of this session."""
@@ -91,50 +107,57 @@ class SessionStore:
         return explaining
 
     def commit_turn(
-        self, key: SessionKey, turn: TurnRecord, fingerprint: bytes = b"", model: str = "",
+        self, key: SessionKey, *turns: TurnRecord, fingerprint: bytes = b"", model: str = "",
         session_number: int | None = None, lease: Claim | None = None, forgotten: Sequence[MessageEdit] = (),
+        fork: Fork | None = None, **changes: Any,
     ) -> Ticket[SessionHead]:  # fmt: skip
-        """Store the next turn; of a new session if the id is unknown. Refused unless turn.number is the last one's + 1.
+        """Store the next turn, or several, all or none; of a new session if the id is unknown. Refused unless their
+        numbers follow the last one's.
 
         fingerprint, model: replace the session's unless empty. session_number: the `number` of the head that the turn
         was computed for; refused if that session is gone, so that a turn cannot bring back a deleted session. lease:
         from `Leasing.acquire`; refused if another server has the session by now. forgotten: see
-        `kvstore.sessions.forgetting`; the KV is a pending deletion then.
+        `kvstore.sessions.forgetting`; the KV is a pending deletion then. fork: what the new session begins with;
+        refused if that has changed meanwhile. changes: see `tables.change_head`.
         """
-        payload = tables.encode_turn(turn, key)
-        draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)
+        draft = tables.draft_head(key, self._clock(), (), fingerprint, model)
+        begun, every = (None, turns) if fork is None else (fork.draft, (*fork.turns, *turns))
+        payloads = [tables.encode_turn(turn, key) for turn in every]
 
         def append(view: View) -> SessionHead:
-            if session_number is not None:
-                tables.expect_append(view, key, session_number, turn)
             if lease is not None:
                 lease.check(view)
+            if fork is not None:
+                remains.check_fork(view, fork)
             if forgotten:
                 assert session_number is not None
-                return forget(view, key, session_number, forgotten, turn, draft)
-            return tables.append(view, draft, turn, payload, session_number)
+                return forget(view, key, session_number, forgotten, turns[0], draft)
+            return tables.append(view, draft, every, payloads, session_number, begun, **changes)
 
         return self._submit(key, append)
 
-    def fork(
-        self, source: SessionKey, turn: int | None, new_key: SessionKey, is_version: bool = False
-    ) -> Ticket[SessionHead]:
-        """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another.
+    def fork(self, source: SessionKey, turn: int | None, new_key: SessionKey) -> Ticket[SessionHead]:
+        """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another."""
+        made = partial(remains.fork, source=source, turn=turn, new_key=new_key, now_s=self._clock())
+        return self._submit(source, lambda view: remains.store_fork(view, made(view)))
 
-        is_version: see `Parent`.
-        """
-        now_s = self._clock()
-        return self._submit(source, lambda view: remains.fork(view, source, turn, new_key, now_s, is_version))
+    def version(self, parent: Parent, key: SessionKey) -> Fork:
+        """A fork of this key, for `commit_turn` to store with its next turn."""
+        now_s, source, turn = self._clock(), SessionKey(key.tenant, parent.session_id), parent.turn
+        made = partial(remains.fork, source=source, turn=turn, new_key=key, now_s=now_s, is_version=parent.is_version)
+        return self.transactions.read(self._explaining(source, made))
 
     def set_ttl(self, key: SessionKey, ttl_s: float | None) -> Ticket[SessionHead]:
         """Counted from the last turn, so a session idle for longer expires at once."""
-        return self._submit(key, lambda view: tables.change_head(view, key, ttl_s=ttl_s))
+        return self._change(key, ttl_s=ttl_s)
 
     def label(self, key: SessionKey, title: str | None, is_personal: bool | None) -> Ticket[SessionHead]:
         """Give it a title, and say whether it is a person's; None leaves that as it is."""
         given = {"title": title, "is_personal": is_personal}
-        changes = {name: value for name, value in given.items() if value is not None}
-        return self._submit(key, lambda view: tables.change_head(view, key, **changes))
+        return self._change(key, **{name: value for name, value in given.items() if value is not None})
+
+    def _change(self, key: SessionKey, **changes: Any) -> Ticket[SessionHead]:
+        return self._submit(key, partial(tables.change_head, key=key, now_s=self._clock(), **changes))
 
     def delete(self, key: SessionKey, if_over_s: float | None = None) -> Ticket[Tombstone | None]:
         """Delete a session. The tombstone names the blocks to forget; None if there is no such session.
@@ -195,8 +218,9 @@ class SessionStore:
         A session updated between two pages moves to the front, so it never appears twice, but may not appear at all.
         Damaged sessions are left out and counted in `stats`. Raises RequestError for a wrong cursor.
         """
+        now_s = self._clock()
         heads, are_damaged = self.transactions.read(
-            lambda view: tables.list_heads(view, tenant, limit, after, is_personal)
+            lambda view: tables.list_heads(view, tenant, limit, after, is_personal, now_s)
         )
         self.damage.numbers |= are_damaged
         return heads

@@ -284,64 +284,64 @@ def encode_turn(turn: TurnRecord, key: SessionKey) -> bytes:
     return encode(turn, f"turn {turn.number} of session {key.session_id}")
 
 
-def create(view: View, draft: SessionHead) -> SessionHead:
-    """Create a session from a draft head, which gets its number here."""
-    if number_of(view, draft.key) is not None:
-        raise StoreError(f"session {draft.key.session_id} exists already: take another id, or delete it first")
-    encode(draft, f"session {draft.key.session_id}")  # raises here, when nothing is written yet
-    head = replace(draft, number=next_number(view, SESSION, HEADS))
-    place = name_key(head.key)
-    view.put(NAMES, place, seal(NAMES, place, pack(head.number)))
-    _put_head(view, head)
-    return head
-
-
-def expect_append(view: View, key: SessionKey, number: int, turn: TurnRecord) -> None:
-    """Say what `append` will read where the session has this number."""
-    view.expect([(NAMES, name_key(key)), (HEADS, be64(number)), *entries_of_turn(number, turn)])
-
-
-def next_of(view: View, key: SessionKey, turn: TurnRecord, expected: int | None) -> SessionHead | None:
-    """The head of the session whose next turn this is; None: of a new one. expected: its number. Raises StoreError."""
-    head = read_head(view, key)
+def next_of(view: View, draft: SessionHead, turns: Sequence[TurnRecord], expected: int | None) -> SessionHead | None:
+    """The head of the session whose next turns these are; None: of a new one. expected: the number of the session that
+    they were computed for, which may have expired since. Raises StoreError.
+    """
+    head, name = read_head(view, draft.key), f"session {draft.key.session_id}"
     if expected is not None and (head is None or head.number != expected):
-        raise StoreError(f"session {key.session_id} was deleted meanwhile: turn {turn.number} is not stored")
+        raise StoreError(f"{name} was deleted meanwhile: turn {turns[0].number} is not stored")
+    if expected is None and head is not None and head.is_over(draft.updated_s):
+        head = None
     num_turns = head.num_turns if head else 0
-    if turn.number != num_turns + 1:
-        raise StoreError(
-            f"session {key.session_id} has {num_turns} turns, so turn {turn.number} is not its next one: "
-            "another writer came first; load the session again"
-        )
+    for number, turn in enumerate(turns, num_turns + 1):
+        if turn.number != number:
+            raise StoreError(
+                f"{name} has {num_turns} turns, so turn {turn.number} is not its next one: another writer came first; "
+                "load the session again"
+            )
     return head
 
 
-def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
-    """Append a turn. draft: the head if the session is new; its time, fingerprint and model apply in any case."""
-    key = draft.key
-    head = next_of(view, key, turn, expected)
-    system = head.system if head else draft.system
-    if turn.system and (turn.number > 1 or (system and turn.system != system)):
-        raise StoreError(f"turn {turn.number} of session {key.session_id} brings another system prompt: make a new one")
-    if head is not None and turn.idempotency_key is not None:
-        known = view.get(REQUESTS, request_key(head.number, turn.idempotency_key))
-        if known is not None:
-            raise StoreError(f"session {key.session_id} has a turn for this idempotency key: answer with that one")
-    fresh = head or draft
-    fresh = replace(fresh, fingerprint=draft.fingerprint or fresh.fingerprint, model=draft.model or fresh.model)
-    after = with_turn(fresh, turn, draft.updated_s)
-    encode(after, f"session {key.session_id}")
+def append(
+    view: View, draft: SessionHead, turns: Sequence[TurnRecord], payloads: Sequence[bytes],
+    expected: int | None = None, begun: SessionHead | None = None, **changes: Any,
+) -> SessionHead:  # fmt: skip
+    """Append turns; a session that has expired makes room for a new one.
+
+    draft: the head if the session is new, unless `begun` is that; its time, fingerprint and model apply in any case.
+    expected: see `next_of`. changes: see `change_head`.
+    """
+    if expected is not None:
+        entries = [place for turn in turns for place in entries_of_turn(expected, turn)]
+        view.expect([(NAMES, name_key(draft.key)), (HEADS, be64(expected)), *entries])
+    head, name = next_of(view, draft, turns, expected), f"session {draft.key.session_id}"
+    after = head or begun or draft
+    after = replace(after, fingerprint=draft.fingerprint or after.fingerprint, model=draft.model or after.model)
+    for turn in turns:
+        if turn.system and (turn.number > 1 or (after.system and turn.system != after.system)):
+            raise StoreError(f"turn {turn.number} of {name} brings another system prompt: make a new one")
+        place = None if head is None or turn.idempotency_key is None else request_key(head.number, turn.idempotency_key)
+        if place is not None and view.get(REQUESTS, place) is not None:
+            raise StoreError(f"{name} has a turn for this idempotency key: answer with that one")
+        after = with_turn(after, turn, draft.updated_s)
+    after = replace(after, **changes)
+    encode(after, name)  # raises here, when nothing is written yet
     if head is None:
-        head = create(view, draft)
-        after = replace(after, number=head.number)
-    put_turn(view, head.number, turn, payload)
+        delete(view, draft.key)
+        after, named = replace(after, number=next_number(view, SESSION, HEADS)), name_key(draft.key)
+        view.put(NAMES, named, seal(NAMES, named, pack(after.number)))
+        view.expect([place for turn in turns for place in entries_of_turn(after.number, turn)])
+    for turn, payload in zip(turns, payloads, strict=True):
+        put_turn(view, after.number, turn, payload)
     _put_head(view, after, before=head)
     return after
 
 
-def change_head(view: View, key: SessionKey, **changes: Any) -> SessionHead:
+def change_head(view: View, key: SessionKey, now_s: float, **changes: Any) -> SessionHead:
     """changes: fields of the head that no turn says: ttl_s, title, is_personal."""
     head = read_head(view, key)
-    if head is None:
+    if head is None or head.is_over(now_s):
         raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
     after = replace(head, **changes)
     encode(after, f"session {key.session_id}")
@@ -367,17 +367,15 @@ def delete(view: View, key: SessionKey, if_over_s: float | None = None) -> Tombs
     if_over_s: only if it has expired by this time.
     """
     number = number_of(view, key)
-    if number is None or (if_over_s is not None and not is_over(read_head(view, key), if_over_s)):
+    if number is None:
+        return None
+    if if_over_s is not None and ((head := read_head(view, key)) is None or not head.is_over(if_over_s)):
         return None
     deletion = next_number(view, DELETION, TOMBSTONES)
     block_ids = remove(view, key, number)
     tombstone = Tombstone(deletion, key, tuple(sorted(unshared(view, block_ids, number))))
     put_tombstone(view, tombstone)
     return tombstone
-
-
-def is_over(head: SessionHead | None, now_s: float) -> bool:
-    return head is not None and head.expires_s is not None and head.expires_s <= now_s
 
 
 def put_tombstone(view: View, tombstone: Tombstone) -> None:
@@ -431,11 +429,11 @@ def tombstone(place: bytes, value: bytes) -> Tombstone:
 
 
 def list_heads(
-    view: View, tenant: str, limit: int, after: str | None, is_personal: bool | None = None
+    view: View, tenant: str, limit: int, after: str | None, is_personal: bool | None, now_s: float
 ) -> tuple[list[SessionHead], set[int]]:
     """Heads, the most recently updated first, and the numbers of those left out because they are damaged.
 
-    is_personal: only heads that say so; None: all.
+    is_personal: only heads that say so; None: all. now_s: sessions that have expired by then are left out, too.
     """
     before = None
     if after is not None:
@@ -454,7 +452,7 @@ def list_heads(
             head = head_of(view, int.from_bytes(place[-8:], "big"), "session")
             if order_key(head) != place:
                 raise damaged("session", "it is listed at another place")
-            if is_personal in (None, head.is_personal):
+            if is_personal in (None, head.is_personal) and not head.is_over(now_s):
                 heads.append(head)
         except StoreError:
             are_damaged.add(int.from_bytes(place[-8:], "big"))

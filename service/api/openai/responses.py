@@ -229,7 +229,6 @@ def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
 
 def _before(engine: Engine, key: SessionKey, number: int | None) -> Before | None:
     """number: of the turn that is continued; None: the last one. None if it is not there."""
-    engine.admin.expire(key)
     state = engine.sessions.load(key, number)
     if state is None:
         return None
@@ -261,7 +260,7 @@ def _opened(
 async def _going_on(context: Context, exchange: Exchange, wanted: TurnRequest, after: Parent) -> AsyncIterator[Turns]:
     """The next turn of a session, or of a fork where the session has moved on."""
     direct = replace(wanted, session_id=after.session_id, after_turn=after.turn)
-    fork = replace(wanted, fork_of=after)
+    fork = replace(wanted, is_new=True, fork_of=after)
     async with AsyncExitStack() as stack:
         if await _is_there(context, wanted):  # the same request came before, and went to a fork
             yield await stack.enter_async_context(open_turn(context, exchange, fork))

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,7 +20,7 @@ from kvstore.engine.sessions.edits import Directives, EditResult, Place, message
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of, without_spans
 from kvstore.engine.turns import ending
-from kvstore.errors import ContextLengthError, SessionNotFoundError
+from kvstore.errors import ContextLengthError, SessionNotFoundError, StoreError
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of
 from kvstore.service.api.schema import UsageObject, read_body, usage_object
@@ -316,7 +316,7 @@ async def import_session(request: web.Request) -> web.Response:
     said = without_spans(schema.messages_of(body.messages))
     schema.check_chars_of(context, texts_of(said))
     key = SessionKey(tenant_of(request), await turns.new_session_id(context, request, "/sessions"))
-    head = await context.engine.call(_import, context, key, _exchanges(said), body)
+    head = await context.engine.call(_import, context, key, _exchanges(said), body, turns.request_key_of(request))
     return json_response(_info(context, head))
 
 
@@ -334,25 +334,33 @@ def _exchanges(said: Sequence[Message]) -> list[list[Message]]:
     return exchanges
 
 
-def _import(context: Context, key: SessionKey, exchanges: Sequence[list[Message]], body: ImportBody) -> SessionHead:
-    sessions = context.engine.engine.sessions
-    if sessions.exists(key):  # the same Idempotency-Key once more
-        return turns.find_session(context.engine.engine, key)
-    now_s = time.time()
-    for number, messages in enumerate(exchanges, 1):
-        record = TurnRecord(number, messages, (), (), finish_reason="stop", created_s=now_s)
-        stored = sessions.commit_turn(key, record)
-    head = stored.wait()
-    ttl_s = context.options.ttl_s
-    if ttl_s is not None:
-        sessions.set_ttl(key, ttl_s).wait()
-    return sessions.label(key, body.title, body.personal).wait() if body.title or body.personal else head
+def _import(
+    context: Context, key: SessionKey, exchanges: Sequence[list[Message]], body: ImportBody, request_key: str | None
+) -> SessionHead:
+    """All turns at once, of which the last has the Idempotency-Key, or what was stored under that key before."""
+    sessions, now_s = context.engine.engine.sessions, time.time()
+    records = [
+        TurnRecord(number, said, (), (), finish_reason="stop", created_s=now_s)
+        for number, said in enumerate(exchanges, 1)
+    ]
+    records[-1] = replace(records[-1], idempotency_key=request_key)
+    given = {"ttl_s": context.options.ttl_s, "title": body.title, "is_personal": body.personal}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    try:
+        return sessions.commit_turn(key, *records, **changes).wait()
+    except StoreError:
+        last = None if request_key is None else sessions.turn_of_request(key, request_key)
+        if last is None:
+            raise
+    stored = sessions.turns(key, 0, last.number) or ()
+    if [one.messages for one in stored] != [one.messages for one in records]:
+        raise turns.said_else()
+    return turns.find_session(context.engine.engine, key)
 
 
 async def label(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_body(request, LabelBody)
-    await context.engine.call(turns.find_session, context.engine.engine, key)
     labelled = context.engine.engine.sessions.label(key, body.title, body.personal)
     return json_response(_info(context, await context.engine.call(labelled.wait)))
 
@@ -382,7 +390,6 @@ async def prefetch(request: web.Request) -> web.Response:
 async def pin(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_body(request, PinBody)
-    await context.engine.call(turns.find_session, context.engine.engine, key)
     await context.engine.call(context.engine.engine.admin.pin, key.session_id, body.ttl, key.tenant)
     until_s = context.engine.engine.admin.pinned_until(key)
     return json_response(Pinned(key.session_id, until_s is not None, None if until_s is None else int(until_s)))
@@ -399,9 +406,7 @@ async def truncate(request: web.Request) -> web.Response:
 
 
 def _truncate(context: Context, key: SessionKey, num_turns: int) -> TurnRecord | None:
-    engine = context.engine.engine
-    turns.find_session(engine, key)
-    return engine.chat(key.session_id, key.tenant).keep_last(num_turns)
+    return context.engine.engine.chat(key.session_id, key.tenant).keep_last(num_turns)
 
 
 async def edit(request: web.Request) -> web.Response:
@@ -420,9 +425,7 @@ async def edit(request: web.Request) -> web.Response:
 
 
 def _edit(context: Context, key: SessionKey, body: EditBody) -> EditResult:
-    engine = context.engine.engine
-    turns.find_session(engine, key)
-    done = engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn)
+    done = context.engine.engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn)
     if body.reuse == "forget":
         context.recall.forget_session(key.tenant, key.session_id)
     return done

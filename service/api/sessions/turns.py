@@ -44,10 +44,10 @@ _WHOLE = "a session has whole turns; /v1/chat/completions goes on with a message
 class TurnRequest:
     """What a turn is asked to do.
 
-    messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session.
-    create: it does if there is none of this id; fork_of: then as a fork of another one. after_turn: the session must
-    have this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset
-    leaves it as it is, and gives a new session the server's. pin_s: for how many seconds the session is pinned.
+    messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session;
+    fork_of: as a fork of another one. create: it does if there is none of this id. after_turn: the session must have
+    this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset leaves
+    it as it is, and gives a new session the server's. pin_s: for how many seconds the session is pinned.
     """
 
     tenant: str
@@ -69,11 +69,6 @@ class TurnRequest:
     @property
     def key(self) -> SessionKey:
         return SessionKey(self.tenant, self.session_id)
-
-    @property
-    def begins_session(self) -> bool:
-        """Whether there is no session of this id unless the turn is stored."""
-        return self.is_new or self.fork_of is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +117,7 @@ async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnRe
         try:
             place.enter_context(context.limits.admit(wanted.tenant, wanted.params.num_sequences))
         except ApiError:  # an unknown session is reported as unknown even where there is no room
-            if not (wanted.begins_session or wanted.create):
+            if not (wanted.is_new or wanted.create):
                 await check_exists(context, wanted.key)
             raise
         record = await _answered(context, wanted)
@@ -138,17 +133,18 @@ async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnRe
 
 
 async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult], hold: Hold) -> TurnResult:
-    engine, is_stored = context.engine, False
+    engine, default_s = context.engine, context.options.ttl_s
     chat: ChatSession | None = None
 
     def opened() -> ChatSession:
         nonlocal chat
         chat = _open_chat(engine.engine, wanted)
+        ttl = default_s if wanted.ttl is UNSET and default_s is not None and not chat.num_turns else wanted.ttl
+        if ttl is not UNSET:
+            hold.changes["ttl_s"] = ttl
         return chat
 
     def ended(chat: ChatSession, record: TurnRecord | None, output: RequestOutput) -> TurnResult:
-        nonlocal is_stored
-        is_stored = record is not None
         return _settled(context, wanted, chat, record, output, turn.is_stopped)
 
     recall = partial(context.recall.prompt_ids, wanted.tenant, "", options=wanted.options)
@@ -161,17 +157,13 @@ async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult
         if chat is not None and chat.is_deleted:
             raise unknown_session(wanted.session_id) from None
         raise
-    finally:
-        if wanted.fork_of is not None and not is_stored:
-            with suppress(SessionNotFoundError):
-                await engine.call(engine.engine.admin.delete_session, wanted.session_id, wanted.tenant)
 
 
 def _settled(
     context: Context, wanted: TurnRequest, chat: ChatSession, record: TurnRecord | None, output: RequestOutput,
     is_stopped: bool,
 ) -> TurnResult:  # fmt: skip
-    """What came of a turn. Its session's lifetime is stored, and the answer noted, for stateless clients to quote."""
+    """What came of a turn. The answer is noted, for stateless clients to quote."""
     if record is None:
         if chat.is_deleted:
             raise unknown_session(wanted.session_id)
@@ -179,10 +171,6 @@ def _settled(
             raise unavailable("the request was ended by the server", "aborted", 1)
         message = output.choices[0].message
         return TurnResult(wanted.session_id, None, message, "abort", output.usage, output.timings, 0, time.time())
-    is_first, default_s = record.number == 1, context.options.ttl_s
-    ttl = default_s if wanted.ttl is UNSET and is_first and default_s is not None else wanted.ttl
-    if not isinstance(ttl, UnsetType):
-        chat.set_ttl(ttl)
     with suppress(StoreError):  # the note only saves work
         context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id, wanted.options)
         if chat.is_deleted:  # its deletion may have come before the note
@@ -196,43 +184,44 @@ def _settled(
 
 
 def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
-    key = wanted.key
+    key, truncation = wanted.key, (wanted.truncation, wanted.truncation_reuse)
     if wanted.is_new and wanted.request_key is not None and engine.sessions.exists(key):
         raise SessionExistsError("the session of this Idempotency-Key has another history", param="session_id")
     if wanted.is_new or (wanted.create and not engine.sessions.exists(key)):
         engine.chats.drop(key)  # left over from a first turn that failed
-        return engine.chat(
-            wanted.session_id, wanted.tenant, wanted.system, wanted.truncation, wanted.truncation_reuse, is_new=True
-        )
-    if wanted.fork_of is not None and not engine.sessions.exists(key):
-        parent = wanted.fork_of
-        engine.admin.fork_session(parent.session_id, parent.turn, wanted.session_id, wanted.tenant, parent.is_version)
+        if wanted.fork_of is None:
+            return engine.chat(wanted.session_id, wanted.tenant, wanted.system, *truncation, is_new=True)
+        fork = engine.sessions.version(wanted.fork_of, key)
+        _check_system(wanted, fork.draft)
+        return engine.chats.open(key, None, *truncation, is_new=True, fork=fork)
     head = find_session(engine, key)
-    said = "".join(message["content"] for message in head.system)
-    if wanted.system is not None and wanted.system != said:
-        raise bad_request(
-            "system", "system is not the session's; leave it out, or begin a new session", "system_mismatch"
-        )
+    _check_system(wanted, head)
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
     known = engine.chats.get(key, head)
     if known is not None:
-        known.set_truncation(wanted.truncation, wanted.truncation_reuse)
+        known.set_truncation(*truncation)
         return known
     engine.chats.drop(key)  # another server has stored turns since
-    chat = engine.chat(wanted.session_id, wanted.tenant, None, wanted.truncation, wanted.truncation_reuse)
+    chat = engine.chat(wanted.session_id, wanted.tenant, None, *truncation)
     if chat.num_turns < head.num_turns:  # it was deleted just now
         raise unknown_session(wanted.session_id)
     return chat
+
+
+def _check_system(wanted: TurnRequest, head: SessionHead) -> None:
+    """Raises ApiError 400 for another system prompt than the session's."""
+    said = "".join(message["content"] for message in head.system)
+    if wanted.system not in (None, said):
+        raise bad_request(
+            "system", "system is not the session's; leave it out, or begin a new session", "system_mismatch"
+        )
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
 def find_session(engine: Engine, key: SessionKey) -> SessionHead:
     """Raises SessionNotFoundError, also for another tenant's session, which has another key."""
     head = engine.sessions.head(key)
-    if head is not None and head.expires_s is not None and head.expires_s <= time.time():
-        engine.admin.expire(key)
-        head = engine.sessions.head(key)
     if head is None:
         raise unknown_session(key.session_id)
     return head
@@ -293,11 +282,15 @@ async def _answered(context: Context, wanted: TurnRequest) -> TurnRecord | None:
         return None
     said = [message for message in record.messages[:-1] if message["role"] != "system"]
     system = "".join(message["content"] for message in record.system)
-    is_same = said == list(wanted.messages) and (not wanted.is_new or system == (wanted.system or ""))
-    if not is_same:
-        said_else = "a request with this Idempotency-Key said something else; take a new key"
-        raise bad_request("Idempotency-Key", said_else, "idempotency_mismatch")
+    brings_system = wanted.is_new and wanted.fork_of is None
+    if said != list(wanted.messages) or (brings_system and system != (wanted.system or "")):
+        raise said_else()
     return record
+
+
+def said_else() -> ApiError:
+    why = "a request with this Idempotency-Key said something else; take a new key"
+    return bad_request("Idempotency-Key", why, "idempotency_mismatch")
 
 
 # -- POST /chat --------------------------------------------------------------------------------------------------------
@@ -371,7 +364,7 @@ def turn_id(session_id: str, turn: int | None) -> str:
 
 
 def chat_answer(result: TurnResult, wanted: TurnRequest, kind: type[ChatAnswer] = ChatAnswer) -> ChatAnswer:
-    session_id = None if wanted.begins_session and result.number is None else result.session_id
+    session_id = None if wanted.is_new and result.number is None else result.session_id
     return kind(
         id=turn_id(result.session_id, result.number),
         session_id=session_id,
@@ -467,7 +460,6 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.facts.sampling_defaults}
     params = schema.sampling_params(body, defaults)
     tenant, request_key = tenant_of(request), request_key_of(request)
-    is_new = body.session_id is None and body.fork_of is None
     if body.fork_of is not None and (body.session_id is not None or body.create):
         raise bad_request("fork_of", "a fork gets an id of its own, which the answer names: leave session_id out")
     parent = None
@@ -483,8 +475,8 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     given = [*(body.messages or ()), body.message]
     contents = [one.content for one in given if isinstance(one, schema.MessageIn)]
     return TurnRequest(
-        tenant, session_id, is_new, system, said, params, truncation, reuse, request_key, bool(body.create),
-        fork_of=parent, ttl=body.ttl, options=options,
+        tenant, session_id, body.session_id is None, system, said, params, truncation, reuse, request_key,
+        create=bool(body.create), fork_of=parent, ttl=body.ttl, options=options,
         pin_s=schema.pin_s_of(body.prompt_cache_options, schema.breakpoints_in(contents)),
     )  # fmt: skip
 

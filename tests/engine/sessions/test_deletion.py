@@ -1,13 +1,11 @@
 """Sessions that are deleted, or whose time is over: nothing of them is left in any tier, whatever runs or fails."""
 
-import time
-
 import pytest
 
 from kvstore import Engine, SamplingParams
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import token_bytes
-from kvstore.engine import admin
+from kvstore.engine import engine as engine_module
 from kvstore.engine.client.messages import Forget
 from kvstore.engine.sessions.recall import Keys, Recall
 from kvstore.errors import RequestError, StoreError
@@ -26,7 +24,8 @@ from tests.support.conversations import (
     talk,
 )
 from tests.support.engines import cached, chain_of, check_closed, greedy, open_engine, settle, tokens
-from tests.support.faults import stuck_disk
+from tests.support.faults import constants, stuck_disk
+from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
 
@@ -128,11 +127,6 @@ def test_a_deletion_is_finished_once_the_answers_are_forgotten(model, tmp_path):
         assert list(engine.sessions.pending_deletions()) == []
 
 
-def fresh_admin(engine):
-    """One that has not made its round of a minute yet."""
-    return admin.Admin(engine.chats)
-
-
 def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
     engine = opened()
     chat = engine.chat("short")
@@ -143,8 +137,9 @@ def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
     chat.set_ttl(0.01)
     settle(engine)
     needles = [part for parts in kv_of(engine, chat.window.chain[1:]).values() for part in parts]
-    time.sleep(0.05)
-    assert [head.key.session_id for head in fresh_admin(engine).list_sessions()] == ["long"]
+    wait_until(lambda: not engine.sessions.exists(chat.key), "it has expired")
+    assert [head.key.session_id for head in engine.admin.list_sessions()] == ["long"]
+    engine.admin.resume()
     check_gone(engine, tmp_path / "store", needles)
 
 
@@ -152,8 +147,8 @@ def test_a_session_whose_time_is_over_is_not_resumed(opened):
     engine = opened()
     chat = engine.chat("short")
     talk(chat, 2)
-    chat.set_ttl(0.01)
-    time.sleep(0.05)
+    chat.set_ttl(1e-6)
+    assert engine.chat("short") is not chat and engine.chat("short").num_turns == 0
     engine = opened()
     assert engine.chat("short").num_turns == 0
 
@@ -237,13 +232,22 @@ def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path)
         settle(first)
         for name in "abc":
             cut_off_deletion(first, name)
-    with stuck_disk() as go:
+    with stuck_disk() as go, constants(engine_module, ROUND_S=0.01):
         second = open_engine(model, tmp_path / "store")
         assert len(second.sessions.pending_deletions()) == 3
-        go.set()
-    with second:
         second.chat("new")
-        assert list(second.sessions.pending_deletions()) == []
+        go.set()
+        wait_until(lambda: not second.sessions.pending_deletions(), "a round has carried them out")
+    second.close()
+
+
+def test_an_expired_session_is_deleted_though_nobody_asks(model, tmp_path):
+    with constants(engine_module, ROUND_S=0.01), open_engine(model, tmp_path / "store") as engine:
+        chat = engine.chat("one")
+        chat.send("Hello", PARAMS)
+        chat.set_ttl(0.0)
+        wait_until(lambda: chat.is_deleted and not engine.sessions.pending_deletions(), "a round has deleted it")
+        assert engine.sessions.stats()["sessions"] == 0 and nothing_is_left(engine)
 
 
 def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine):
@@ -252,13 +256,11 @@ def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine
     chat.set_ttl(0.0)
     stream = chat.stream("Hi", PARAMS)
     next(stream)
-    time.sleep(0.01)
     assert engine.chat("one") is chat
-    fresh_admin(engine).expire()
+    engine.admin.resume()
     list(stream)
     assert chat.num_turns == 2 and not chat.is_deleted
-    time.sleep(0.01)
-    fresh_admin(engine).expire()
+    engine.admin.resume()
     assert chat.is_deleted and not engine.sessions.exists(chat.key)
     assert engine.chat("one").num_turns == 0
 
@@ -279,8 +281,7 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
         assert all(engine.answers.find_ids(list(groups.values())))
         engine.admin.delete_session("library")
         engine.chat("ttl").set_ttl(1e-9)
-        engine.chat("other")
-        engine.admin.expire(SessionKey("", "ttl"))
+        engine.admin.resume()
         assert [ids is None for ids in engine.answers.find_ids(list(groups.values()))] == [True, True, False]
     with OfflineStore(tmp_path) as store:
         store.delete_session(SessionKey("", "offline"))

@@ -12,7 +12,7 @@ from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.window import NextTurn, OneTurn, Window, lineage_of, spliced_blocks
-from kvstore.engine.turns import Claims
+from kvstore.engine.turns import Claims, Hold
 from kvstore.errors import (
     EngineOverloadedError,
     RemoteError,
@@ -76,7 +76,7 @@ def one(sessions, core):
 def commit(session, *numbers, **changes):
     for number in numbers:
         record = make_turn("red", number, **changes)
-        session.store(record, Window([], [], 0, [], record.chain, ROOT), None)
+        session.store([record], Window([], [], 0, [], record.chain, ROOT), Hold(KEY, None, None))
 
 
 def set_ttl(session, ttl_s, chain):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from kvstore.disk.directory import StoreDirectory
-from kvstore.errors import StoreError
+from kvstore.errors import SessionNotFoundError, StoreError
 from kvstore.sessions.marker import MARKER_NAME
 from kvstore.sessions.record import MessageEdit, SessionKey, TurnRecord
 from kvstore.sessions.store import SessionStore, open_sessions
@@ -92,6 +92,32 @@ def test_sessions_expire_after_their_last_turn(store):
     assert store.set_ttl(long, None).wait().expires_s is None
     store.delete(short).wait()
     assert store.expired(1e9) == []
+
+
+def test_who_reads_finds_no_session_that_has_expired(store):
+    """Nor does anybody go on with it, but for a turn that began before. Its id is free, and its blocks are pending."""
+    old, new = talk(store, KEY, 2), SessionKey(TENANT, "new")
+    store.fork(KEY, 2, new).wait()
+    number = store.set_ttl(KEY, 1e-6).wait().number
+    assert store.head(new) in store.list(TENANT) and len(store.list(TENANT)) == 1
+    reads = (store.head, store.load, lambda key: store.turn(key, 1), lambda key: store.turns(key, 0, 9))
+    assert [read(KEY) for read in (*reads, lambda key: store.turn_of_request(key, "request 1"))] == [None] * 5
+    for change in (
+        lambda: store.set_ttl(KEY, None), lambda: store.label(KEY, "a", None), lambda: store.fork(KEY, 1, KEY),
+    ):  # fmt: skip
+        with pytest.raises(SessionNotFoundError):
+            change().wait()
+    assert store.commit_turn(KEY, make_turn("red", 3), session_number=number).wait().num_turns == 3
+    store.delete(new).wait()
+    store.finish_deletion(store.pending_deletions()[0].number).wait()
+    assert store.commit_turn(KEY, make_turn("red", 1)).wait().number != number
+    assert content(store.load(KEY)) == expected([make_turn("red", 1)])
+    (tombstone,) = store.pending_deletions()
+    assert {*tombstone.block_ids} == {b for turn in (*old[1:], make_turn("red", 3)) for b in turn.chain} - {
+        *make_turn("red", 1).chain
+    } | {*old[0].chain}
+    with pytest.raises(StoreError, match="deleted meanwhile"):
+        store.commit_turn(KEY, make_turn("red", 2), session_number=number).wait()
 
 
 def test_counts_are_of_what_is_stored(store):

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.errors import RequestError, SessionNotFoundError, StoreError
-from kvstore.sessions.record import Parent, SessionKey, TurnRecord
+from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError, StoreError
+from kvstore.sessions.record import MessageEdit, Parent, SessionKey, TurnRecord
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, Clock, block_id, content, create, disk_store, expected, make_turn, talk
 
@@ -96,6 +96,43 @@ def test_a_fork_shares_the_past_and_goes_on_alone(store, last):
     more = talk(store, new, len(shared) + 2)[len(shared) :]
     assert content(store.load(new)) == expected(shared + more, SYSTEM)
     assert content(store.load(KEY)) == expected(turns, SYSTEM)
+
+
+def test_turns_are_stored_together_with_what_the_session_is_called_or_not_at_all(store):
+    turns, changes = [make_turn("red", number) for number in (1, 2, 3)], {"ttl_s": 1e6, "title": "Red"}
+    with pytest.raises(StoreError, match="has 0 turns, so turn 3"):
+        store.commit_turn(KEY, turns[0], turns[2], **changes).wait()
+    assert not store.exists(KEY)
+    before = store.stats()["committed"]
+    head = store.commit_turn(KEY, *turns, **changes).wait()
+    assert (head.num_turns, head.ttl_s, head.title, store.stats()["committed"] - before) == (3, 1e6, "Red", 1)
+    assert content(store.load(KEY)) == expected(turns)
+
+
+def test_a_version_is_stored_with_its_next_turn(store):
+    create(store, KEY, SYSTEM, b"f" * 32, "m", ttl_s=1e6).wait()
+    turns, new = talk(store, KEY, 6), SessionKey(TENANT, "fork")
+    parent = Parent("red", 3, is_version=True)
+    version = store.version(parent, new)
+    assert not store.exists(new) and content(version.state) == expected(turns[:3], SYSTEM)
+    talk(store, KEY, 7)
+    head = store.commit_turn(new, make_turn("fork", 4), fork=version, model="n").wait()
+    assert content(store.load(new)) == expected([*turns[:3], make_turn("fork", 4)], SYSTEM)
+    assert (head.parent, head.fingerprint, head.model, head.ttl_s) == (parent, b"f" * 32, "n", 1e6)
+    other = SessionKey(TENANT, "other")
+    with pytest.raises(StoreError, match="has 4 turns, so turn 1"):
+        store.commit_turn(new, make_turn("fork", 4), fork=version).wait()
+    forgotten = TurnRecord(8, (), (), (), "rebase")
+    number = store.head(KEY).number
+    store.commit_turn(KEY, forgotten, session_number=number, forgotten=[MessageEdit(2, 0)]).wait()
+    with pytest.raises(SessionBusyError, match="session red has just been changed"):
+        store.commit_turn(other, make_turn("other", 4), fork=version).wait()
+    store.delete(KEY).wait()
+    with pytest.raises(SessionNotFoundError, match="no session 'red'"):
+        store.commit_turn(other, make_turn("other", 4), fork=version).wait()
+    assert not store.exists(other)
+    for tombstone in store.pending_deletions():
+        store.finish_deletion(tombstone.number).wait()
 
 
 def test_forks_that_cannot_be(store):

@@ -65,7 +65,7 @@ def make_store(path: Path) -> SmallStore:
             chains[name] = write_chain(disk, root, tokens, MODELS[0])
             said = [{"role": "user", "content": f"I am {name}"}, {"role": "assistant", "content": f"hello {name}"}]
             turn = TurnRecord(number=1, messages=said, token_ids=tokens, chain=chains[name])
-            sessions.commit_turn(SessionKey("", name), turn, b"f" * 32, MODELS[0]).wait()
+            sessions.commit_turn(SessionKey("", name), turn, fingerprint=b"f" * 32, model=MODELS[0]).wait()
         sessions.close()
         disk.close()
     shared = chains["anna"][:NUM_SHARED]

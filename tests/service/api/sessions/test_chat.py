@@ -149,6 +149,42 @@ def test_a_version_that_fails_makes_no_session(server):
     assert server.get("/sessions").body == before
 
 
+@pytest.mark.parametrize("path", ["/chat", "/v1/responses"])
+def test_a_version_is_there_once_its_turn_is_stored(server, path):
+    session_id = chat(server, "Hello")["session_id"]
+    chat(server, "Hello again", session_id)
+    before = server.get("/sessions").body
+    fork = {"message": "Count.", "fork_of": {"session_id": session_id, "turn": 1}, **LONG, "max_tokens": 30}
+    response = {"input": "Count.", "previous_response_id": f"resp_{session_id}_1", "max_output_tokens": 30}
+    with crawling(server.engine):
+        running = Stream(server, path, fork if path == "/chat" else response)
+        running.next(), running.next()
+        assert server.get("/sessions").body == before
+    running.rest()
+    version = server.get("/sessions").json()["data"][0]
+    assert version["turns"] == 2 and version["parent"]["session_id"] == session_id and version["parent"]["turn"] == 1
+
+
+@pytest.mark.parametrize(("deed", "code"), [("delete", "session_not_found"), ("forget", "session_busy")])
+def test_a_version_of_what_is_gone_meanwhile_is_not_stored(server, deed, code):
+    session_id = chat(server, "My secret.")["session_id"]
+    chat(server, "Hello again", session_id)
+    with crawling(server.engine):
+        running = Stream(
+            server, "/chat", {"message": "Count.", "fork_of": {"session_id": session_id, "turn": 1}, **LONG}
+        )
+        version = running.next()["session_id"]
+        if deed == "delete":
+            server.request("DELETE", f"/sessions/{session_id}")
+        else:
+            edits = [{"type": "replace", "id": "1.0", "content": "Nothing."}]
+            assert server.post(f"/sessions/{session_id}/edit", {"edits": edits, "reuse": "forget"}).status == 200
+        server.post(f"/sessions/{version}/stop")
+    assert running.rest()[-2]["error"]["code"] == code
+    assert server.get(f"/sessions/{version}").status == 404
+    server.wait_until_idle()
+
+
 # -- names of a client's own -------------------------------------------------------------------------------------------
 def test_a_name_of_the_client_s_creates_its_session_or_goes_on_with_it(both):
     alice, bob = both
@@ -329,6 +365,47 @@ def test_ttl_is_the_session_s(server):
     short = chat(server, "Hello", ttl=1e-6)["session_id"]
     assert server.get(f"/sessions/{short}").status == 404
     assert server.post("/chat", {"session_id": short, "message": "a"}).status == 404
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_session_that_has_expired_does_not_go_on(server, create):
+    """By POST /chat alone: nobody has looked at it before."""
+    name, key, said = f"over-{create}", {"Idempotency-Key": "dead"}, {"message": "My secret.", **SHORT}
+    first = server.request("POST", "/chat", {"session_id": name, "create": True, "ttl": 1e-6, **said}, key)
+    assert first.json()["turn"] == 1
+    for headers in ({}, key):
+        gone = server.request("POST", "/chat", {"session_id": name, **said}, headers)
+        assert (gone.status, gone.error["code"]) == (404, "session_not_found")
+    if create:
+        body = {"session_id": name, "create": True, "message": "What did I say?", **SHORT}
+        anew = server.request("POST", "/chat", body, key).json()
+        assert anew["turn"] == 1 and num_turns(server, name) == 1
+
+
+def test_a_retry_of_a_turn_whose_session_has_expired_begins_another_one(server):
+    key, times = {"Idempotency-Key": "expired"}, []
+    for text in ("Hello", "Bye"):
+        times.append(server.request("POST", "/chat", {"message": text, "ttl": 1e-6, **SHORT}, key).json())
+    assert times[0]["session_id"] == times[1]["session_id"] and times[1]["turn"] == 1
+
+
+def test_a_session_that_has_expired_is_not_in_the_list(server):
+    before = server.get("/sessions").body
+    chat(server, "Hello", ttl=1e-6)
+    assert server.get("/sessions").body == before
+
+
+def test_the_time_to_live_is_stored_with_the_turn():
+    with serving(ttl_s=3600.0) as server:
+        committed = server.engine.sessions.stats()["committed"]
+        session_id = chat(server, "Hello")["session_id"]
+        for ttl in (60, None):
+            chat(server, "Hello", session_id, ttl=ttl)
+        version = chat(server, "Hello", fork_of={"session_id": session_id, "turn": 1}, ttl=60)["session_id"]
+        assert server.engine.sessions.stats()["committed"] == committed + 4
+        assert [server.get(f"/sessions/{one}").json()["expires_at"] is None for one in (session_id, version)] == [
+            True, False,
+        ]  # fmt: skip
 
 
 def test_new_sessions_get_the_server_s_ttl():

@@ -384,11 +384,11 @@ def test_a_fork_of_what_another_server_deletes_meanwhile_is_unknown(redis):
     """Seen while it is looked up, gone when it is copied."""
     responded = {"previous_response_id": "resp_{}_1", "input": "x"}
     with serving(engine={"session_store": redis.url, "session_durability": "unchecked"}) as server:
-        for path, body in (("/sessions/{}/fork", {}), ("/v1/responses", responded)):
+        for path, verb, body in (("/sessions/{}/fork", "fork", {}), ("/v1/responses", "commit_turn", responded)):
             session_id = talk(server, "One.", "Two.")
             delete = partial(ask_shared, redis.url, "sessions.delete", {"session": {"session_id": session_id}})
-            body = {name: value.format(session_id) for name, value in body.items()}
-            with before_each(server.engine.sessions, "fork", delete):
+            body = {name: str(value).format(session_id) for name, value in body.items()}
+            with before_each(server.engine.sessions, verb, delete):
                 reply = server.post(path.format(session_id), body)
             assert (reply.status, reply.error["code"]) == (404, "session_not_found"), path
 
@@ -444,6 +444,35 @@ def test_a_conversation_from_elsewhere_is_taken_in_and_goes_on(server):
 def test_an_import_is_made_once_under_a_key(server):
     made = [server.post("/sessions", {"messages": HISTORY}, **{"Idempotency-Key": "import"}).json() for _ in range(2)]
     assert made[0] == made[1] and made[0]["title"] == "My name is Anna."
+    chat(server, "What is my name?", made[0]["id"])
+    again = server.post("/sessions", {"messages": HISTORY}, **{"Idempotency-Key": "import"}).json()
+    assert (again["id"], again["turns"]) == (made[0]["id"], 3)
+    other_end = {"role": "assistant", "content": "I do not."}
+    for other in (HISTORY[:3], HISTORY[1:], HISTORY + HISTORY[1:], [*HISTORY[:4], other_end]):
+        reply = server.post("/sessions", {"messages": other}, **{"Idempotency-Key": "import"})
+        assert (reply.status, reply.error["code"]) == (400, "idempotency_mismatch"), other
+
+
+def test_an_import_is_one_change():
+    """So that what is there after a kill is all of it, and a retry finds nothing else."""
+    with serving(ttl_s=3600.0) as server:
+        before = server.engine.sessions.stats()["committed"]
+        made = server.post("/sessions", {"messages": HISTORY, "title": "Anna", "personal": True}).json()
+        assert (made["turns"], made["title"], made["personal"], made["expires_at"] is None) == (2, "Anna", True, False)
+        assert server.engine.sessions.stats()["committed"] == before + 1
+
+
+def test_an_import_that_another_try_was_faster_with_answers_with_that(server):
+    """It has looked, and found nothing; then both store it."""
+    key, made = {"Idempotency-Key": "at once"}, []
+
+    def first():
+        if not made:
+            made.append(None)
+            made[0] = server.post("/sessions", {"messages": HISTORY}, **key).json()
+
+    with before_each(server.engine.sessions, "commit_turn", first):
+        assert server.post("/sessions", {"messages": HISTORY}, **key).json() == made[0]
 
 
 @pytest.mark.parametrize(("messages", "param"), [
