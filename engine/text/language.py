@@ -89,7 +89,8 @@ class Language:
     def parser(self, options: AnswerOptions = NO_OPTIONS, begun: Message | None = None) -> NewParser:
         """`chat_template` has passed the options. begun: the answer that is continued."""
         tools = [] if options.tool_choice == "none" else options.tools
-        if self.answers is None or not (tools or self.answers.reasoning):
+        is_thought = begun is not None and bool(begun.get("reasoning_content"))
+        if self.answers is None or not (tools or is_thought or self._may_reason(options)):
             return no_parser
         template = self.chat_template(options, begun is not None)
         prefix = template.opening if begun is None else template.opening_with(begun)
@@ -136,15 +137,24 @@ class Language:
         asked = params.structured_outputs
         if options.tools and options.tool_choice != "none":
             asked = with_tools(options, asked, self.answers)
-        reasoning = None if self.answers is None or asked is None else self._reasoning(options)
+        reasoning = None if asked is None else self._reasoning(options)
         if asked is not None and reasoning is not None:
             asked = replace(asked, reasoning=reasoning)
         return params if asked is params.structured_outputs else replace(params, structured_outputs=asked)
 
+    def _may_reason(self, options: AnswerOptions) -> bool:
+        """Whether an answer may begin with reasoning. If prompts open it when it is asked for, others have none."""
+        if self.answers is None or self.answers.reasoning is None:
+            return False
+        opening = self.chat_template(options).opening
+        if any(delimiter in opening for delimiter in self.answers.reasoning):
+            return True
+        asked = replace(options, reasoning_effort="high", chat_template_kwargs={})
+        return self.answers.reasoning[0] not in self.chat_template(asked).opening
+
     def _reasoning(self, options: AnswerOptions) -> tuple[str, str] | None:
         """The texts around reasoning, which comes before what must match; the first is "" if the prompt has it."""
-        assert self.answers is not None
-        if self.answers.reasoning is None:
+        if self.answers is None or self.answers.reasoning is None or not self._may_reason(options):
             return None
         opener, closer = self.answers.reasoning
         opening = self.chat_template(options).opening

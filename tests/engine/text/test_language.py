@@ -9,13 +9,14 @@ import pytest
 from kvstore import AnswerOptions, RequestError, SamplingParams, StructuredOutputsParams
 from kvstore.engine.text.answer_parser import AnswerParser
 from kvstore.engine.text.compiler import GrammarCompiler
-from kvstore.engine.text.language import Language
+from kvstore.engine.text.language import Language, no_parser
 from kvstore.engine.text.response_template import choose_template
 from tests.support.grammars import compiled, tokenizer_of
 from tests.support.tools import CLOCK, PERSON, TOOLS, WEATHER
 
 TOKENIZER = tokenizer_of()
 PARAMS = SamplingParams()
+WORDS = StructuredOutputsParams(choice=["yes"])
 WEATHER_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Rome","days":3}}\n</tool_call>'
 CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone":"UTC"}}\n</tool_call>'
 
@@ -56,6 +57,18 @@ def test_reasoning_comes_before_what_must_match(compiler, kind):
     assert is_allowed(compiler, thinks, f"a\nb</think>{said}") and not is_allowed(compiler, thinks, said)
     closed = language("hermes", reasons=True, opening="<think></think>").constrained(params)
     assert closed is params and language("hermes").constrained(params) is params
+
+
+def test_a_model_whose_prompt_opens_a_thought_when_asked_to_does_not_think_otherwise():
+    one, opened = language("hermes", reasons=True), SimpleNamespace(opening="<think>\n")
+    one.template.using = lambda tools, kwargs, continues: opened if kwargs.get("enable_thinking") else one.template
+    params, asked = SamplingParams(structured_outputs=WORDS), AnswerOptions(reasoning_effort="low")
+    assert one.constrained(params) is params and one.parser() is no_parser
+    assert one.constrained(params, asked).structured_outputs.reasoning == ("", "</think>")
+    assert one.parser(asked) is not no_parser
+    begun = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    one.template.opening_with = lambda begun: "<think>\nHm"
+    assert one.parser(begun=begun) is not no_parser
 
 
 def test_calls_that_must_be_made(compiler):
