@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.blocks.holdings import Holdings
@@ -16,7 +15,7 @@ from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import Loss, SaveFence, TransferPlan
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
-from kvstore.memory.layout import KVLayout, States
+from kvstore.memory.layout import States
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import ASSUMED_PRICE, LookAhead
 from kvstore.policy.policies import EvictionOrder, Steering
@@ -25,9 +24,6 @@ from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, St
 
 if TYPE_CHECKING:
     import torch
-
-    from kvstore.disk.opening import OpeningDisk
-    from kvstore.memory.ranked import OtherRanks
 
 
 class KVConnector(Protocol):
@@ -281,55 +277,3 @@ def hold_store(tiers: CacheTiers) -> StoreDirectory | None:
     """
     tiers.check_disk()
     return StoreDirectory.open(tiers.path) if tiers.disk and tiers.path is not None else None
-
-
-def open_connector(
-    tiers: CacheTiers,
-    layout: KVLayout,
-    model: str,
-    fingerprint: Callable[[Path | None], str],
-    device: torch.device,
-    load: str = "auto",
-    least_arena_blocks: int = 1,
-    num_hbm_blocks: int = 0,
-    policy: str = "auto",
-    disk: OpeningDisk | None = None,
-    reports: bool = False,
-    secret: bytes | None = None,
-    others: OtherRanks | None = None,
-    owner: str | None = None,
-) -> KVConnector:
-    """The connector for these tiers: none below HBM gives a NullConnector.
-
-    fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
-    weights may be cached. least_arena_blocks: those that the staging area needs when the CPU tier is off but the disk
-    is on. num_hbm_blocks: of the engine's pool. policy: of eviction. disk: None without a disk tier; this waits for it,
-    and the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a fleet, whose
-    servers have the same block ids; None: the store's own. others: ranks that have the other heads, where the layout
-    says that this one has some. owner: the socket of the process that owns the disk of this and other engines
-    (`kvstore.owned_disk`); then these tiers have none.
-    Raises ConfigError or StoreError.
-    """
-    if not tiers.cpu and not tiers.disk:
-        null = NullConnector(num_hbm_blocks, policy, reports=reports)
-        if secret is not None:
-            null.fingerprint, null.root_secret = bytes.fromhex(fingerprint(None)), secret
-        return null
-    from kvstore.store.assembly import open_tiered  # loads torch, lmdb and all that
-
-    return open_tiered(
-        tiers,
-        layout,
-        model,
-        fingerprint,
-        device,
-        load,
-        least_arena_blocks,
-        num_hbm_blocks,
-        policy,
-        disk,
-        reports,
-        secret,
-        others,
-        owner,
-    )

@@ -23,7 +23,7 @@ from kvstore.blocks.holdings import Place
 from kvstore.blocks.ids import BlockId, with_quantised
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
-from kvstore.connector import KVConnector, open_connector
+from kvstore.connector import KVConnector, NullConnector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.weights import weights_digest
@@ -55,6 +55,7 @@ from kvstore.errors import ConfigError, EngineClosedError, EngineDiedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.kernels.kv import has_triton
 from kvstore.memory.ranked import OtherRanks
+from kvstore.store.assembly import open_tiered
 
 if TYPE_CHECKING:
     from kvstore.remote.kv_events import KVEvents
@@ -395,11 +396,11 @@ def open_store(
     config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, disk: OpeningDisk | None,
     others: OtherRanks | None = None,
 ) -> KVConnector:  # fmt: skip
-    """The connector for `config.tiers`. num_blocks: of the engine's pool. disk: see `open_connector`.
+    """The connector for `config.tiers`; others, disk: see `open_tiered`. num_blocks: of the engine's pool.
 
     Raises ConfigError, ModelError or StoreError.
     """
-    tiers, owner = config.tiers, config.disk_owner
+    tiers, owner, reports, secret = config.tiers, config.disk_owner, config.kv_events is not None, config.common_root()
 
     def named(cache: Path | None) -> str:
         """Identify the weights. Only needed if KV outlives the process, or if another server reads its ids."""
@@ -408,13 +409,18 @@ def open_store(
         is_named = cache is not None or config.fleet_root() is not None
         return fingerprint(model, weights_digest(loaded.source, cache) if is_named else "", config.block_size)
 
+    if not tiers.cpu and not tiers.disk:
+        null = NullConnector(num_blocks, config.eviction, reports=reports)
+        if secret is not None:
+            null.fingerprint, null.root_secret = bytes.fromhex(named(None)), secret
+        return null
     layout = model.layout(config.block_size)
     # Staging without a CPU tier: the loads of the longest request, and one block being filled for each running request.
     least_arena_blocks = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
     name, device, load = loaded.name, loaded.device, config.load
-    return open_connector(
-        tiers, layout, name, named, device, load, least_arena_blocks, num_blocks, config.eviction, disk,
-        reports=config.kv_events is not None, secret=config.common_root(), others=others, owner=owner,
+    return open_tiered(
+        tiers, layout, name, named, device, load, least_arena_blocks, num_blocks, config.eviction, disk, reports,
+        secret, others, owner,
     )  # fmt: skip
 
 

@@ -51,22 +51,21 @@ AT_ONCE_LIMITS = WorkerLimits(gather_s=0.0)  # a believed tier gets whole batche
 
 
 def open_tiered(
-    tiers: CacheTiers,
-    layout: KVLayout,
-    model: str,
-    fingerprint: Callable[[Path | None], str],
-    device: torch.device,
-    load: str,
-    least_arena_blocks: int,
-    num_hbm_blocks: int,
-    policy: str,
-    opening: OpeningDisk | None,
-    reports: bool = False,
-    secret: bytes | None = None,
-    others: OtherRanks | None = None,
-    owner: str | None = None,
-) -> TieredConnector:
-    """See `kvstore.connector.open_connector`. opening: the disk, which is closed even if this raises."""
+    tiers: CacheTiers, layout: KVLayout, model: str, fingerprint: Callable[[Path | None], str], device: torch.device,
+    load: str, least_arena_blocks: int, num_hbm_blocks: int, policy: str, opening: OpeningDisk | None,
+    reports: bool = False, secret: bytes | None = None, others: OtherRanks | None = None, owner: str | None = None,
+) -> TieredConnector:  # fmt: skip
+    """The connector for tiers of which one below HBM has a size.
+
+    fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
+    weights may be cached. least_arena_blocks: those that the staging area needs when the CPU tier is off but the disk
+    is on. num_hbm_blocks: of the engine's pool. policy: of eviction. opening: the disk, None without one; this waits
+    for it, and the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a fleet,
+    whose servers have the same block ids; None: the store's own. others: ranks that have the other heads, where the
+    layout says that this one has some. owner: the socket of the process that owns the disk of this and other engines
+    (`kvstore.owned_disk`); then these tiers have none.
+    Raises ConfigError or StoreError.
+    """
     directory = None if opening is None else opening.directory
     with ExitStack() as opened:
         if opening is not None:

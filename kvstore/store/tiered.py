@@ -43,7 +43,7 @@ class StoreParts(DiskParts[KVStore]):
 
 
 class TieredConnector:
-    """A `KVConnector` with tiers below HBM. Made by `open_connector`; it closes the parts that it is given."""
+    """A `KVConnector` with tiers below HBM. Made by `open_tiered`; it closes the parts that it is given."""
 
     def __init__(self, parts: StoreParts, fingerprint: str) -> None:
         self.parts = parts
