@@ -73,7 +73,7 @@ class Matcher:
         """
         if not request.may_load:
             return _MISS
-        if self._requests.is_asking(request, True):
+        if request.is_waiting(self._clock()):
             return _PENDING
         if self._requests.keeps_states:
             if request.restored is not None and first >= request.border:  # HBM has got more than that meanwhile
@@ -196,7 +196,6 @@ class KVStore:
         )  # fmt: skip
         if remote is not None and believed is not None and reads is not None:
             self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, self.prefetcher)
-            self.requests.is_asking = self.remote.is_asking
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, context.clock, cpu.keep)
         self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)

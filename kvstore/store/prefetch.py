@@ -97,7 +97,7 @@ class Prefetcher:
             self.waiting.num_cpu_blocks = self._num_arena_blocks_to_fill()
             for waiting in self.waiting.to_prefetch():
                 request = self._requests.by_id[waiting.request_id]  # type: ignore[index]
-                if request.may_load and request.arrival and not self._requests.is_asking(request, False):
+                if request.may_load and request.arrival and request.waits_until_s is None:
                     self._read_ahead(request)
             for name, hint in list(self.hints.items()):
                 self._requests.advance(hint, hint.wanted.first)

@@ -48,7 +48,6 @@ class Elsewhere:
         self.server = server
         self._planner, self._clock, self._block_size, self._stored = planner, clock, block_size, stored
         self._waiting: dict[BlockId, list[Tracked]] = {}  # by the last block that is asked for
-        self._due_s: dict[Tracked, float] = {}  # until when each of them waits
 
     def ask(self, request: Tracked) -> None:
         """Let the rest of a prompt be computed there, if that is worth it. The request then waits, once at most."""
@@ -66,13 +65,7 @@ class Elsewhere:
                 return
             self._waiting[name] = []
         self._waiting[name].append(request)
-        self._due_s[request] = self._clock() + seconds + GRACE_S
-
-    def is_asking(self, request: Tracked, is_next: bool = True) -> bool:
-        """Whether a request still waits; see `Questions.is_asking`."""
-        if is_next and self._due_s.get(request, math.inf) <= self._clock():
-            del self._due_s[request]
-        return request in self._due_s
+        request.waits_until_s = self._clock() + seconds + GRACE_S
 
     def _patience_s(self, num_tokens: int) -> float:
         rate = self._planner.prefill_tokens_per_s
@@ -87,7 +80,7 @@ class Elsewhere:
 
     def _ended(self, done: PrefillDone) -> None:
         for request in self._waiting.pop(done.name):
-            is_waiting = self._due_s.pop(request, None) is not None
+            is_waiting, request.waits_until_s = request.waits_until_s is not None, None
             if is_waiting and done.num_blocks:
                 self._stored(request)
 
@@ -99,9 +92,7 @@ class Questions:
 
     def __init__(self, tier: Believed, stored: StoredBlocks, clock: Callable[[], float], always: bool) -> None:
         self._tier, self._stored, self._clock, self._always = tier, stored, clock, always
-        self._asking: dict[int, Tracked] = {}
-        self._num_left: dict[int, int] = {}  # answers to each question that have not come
-        self._due_s: dict[Tracked, float] = {}  # until when each waits for its answer
+        self._asking: dict[int, tuple[Tracked, int]] = {}  # and how many answers to each question have not come
         self._numbers = count()
 
     def ask(self, request: Tracked) -> bool:
@@ -113,27 +104,19 @@ class Questions:
             ids += [state_chain(block_id, 1, size)[0] for block_id in request.chain]
         num = self._tier.ask(number, Chain(request.lineage.root, tuple(ids))) if ids else 0
         if num:
-            self._asking[number], self._num_left[number] = request, num
+            self._asking[number] = request, num
             wait_s = 0.0 if self._tier.asking_s > ANSWER_S else ANSWER_S
-            self._due_s[request] = math.inf if self._always else self._clock() + wait_s
+            request.waits_until_s = math.inf if self._always else self._clock() + wait_s
         return num > 0
 
     def answered(self, asked: Asked) -> Tracked | None:
         """An answer has come, or none will. Returns who still waits, once that was the last."""
-        self._num_left[asked.number] -= 1
-        if self._num_left[asked.number]:
+        request, num_left = self._asking.pop(asked.number)
+        if num_left > 1:
+            self._asking[asked.number] = request, num_left - 1
             return None
-        del self._num_left[asked.number]
-        request = self._asking.pop(asked.number)
-        return request if self._due_s.pop(request, None) is not None else None
-
-    def is_asking(self, request: Tracked, is_next: bool = True) -> bool:
-        """Whether a request still waits for its answer. is_next: it could be scheduled now, and does not wait any more
-        once it has waited long enough; a late answer is of use to those that are still in the queue.
-        """
-        if is_next and self._due_s.get(request, math.inf) <= self._clock():
-            del self._due_s[request]
-        return request in self._due_s
+        is_waiting, request.waits_until_s = request.waits_until_s is not None, None
+        return request if is_waiting else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +219,6 @@ class RemoteBlocks:
         for border in sorted(borders):
             state = self._stored.state(request, border)
             self.stores.offer(state, (len(state.chain),), self.contents.contains, border)
-
-    def is_asking(self, request: Tracked, is_next: bool) -> bool:
-        """Whether a request waits to hear what is there, or for another server to compute it. is_next: it could be
-        scheduled now, and is not held up for long.
-        """
-        if self.questions.is_asking(request, is_next):
-            return True
-        return self.elsewhere is not None and self.elsewhere.is_asking(request, is_next)
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """Delete these there, too, with the states behind them, which may be there alone."""

@@ -58,6 +58,7 @@ class Tracked(ChainContent):
     is_computed: bool = False  # although something is stored: computing is quicker, or there is no room to load it
     was_elsewhere: bool = False  # another server was asked to compute it
     lacks_room: bool = False  # some of what is stored for it found no arena block
+    waits_until_s: float | None = None  # to hear what is stored for it, or for another server to compute it
     num_hbm_blocks: int = 0  # when it arrived
     num_known: int = 0  # of its blocks, though it may not be able to begin behind all of them, of a model with states
     arrival: list[str] = field(default_factory=list)  # the tier of each block after those, as far as they are stored
@@ -101,6 +102,14 @@ class Tracked(ChainContent):
         """Of those that it begins with."""
         return 0 if self.restored is None else len(self.restored.chain) - self.restored.border
 
+    def is_waiting(self, now_s: float) -> bool:
+        """Whether it waits, though it could be scheduled now; it does not any more once it has waited long enough. A
+        late answer is of use to those that are still in the queue, so only the scheduler asks this.
+        """
+        if self.waits_until_s is not None and self.waits_until_s <= now_s:
+            self.waits_until_s = None
+        return self.waits_until_s is not None
+
     def tier_at_arrival(self, index: int) -> str | None:
         """The tier below HBM that had this block; None if none had it."""
         place = index - self.num_hbm_blocks
@@ -134,14 +143,10 @@ def tracked(new: NewRequest, conversation: Conversation) -> Tracked:
 
 
 class Requests:
-    """Holds the blocks that requests want, and hands them out. reads None: there is no tier below the CPU tier.
-
-    is_asking: see `RemoteBlocks.is_asking`; False without such a tier.
-    """
+    """Holds the blocks that requests want, and hands them out. reads None: there is no tier below the CPU tier."""
 
     def __init__(self, cpu: CpuTier, stored: StoredBlocks, reads: TierReads | None, stats: StoreStats) -> None:
         self._cpu, self._stored, self._reads, self._stats = cpu, stored, reads, stats
-        self.is_asking: Callable[[Tracked, bool], bool] = lambda *_: False
         self.block_size, self.keeps_states = stored.block_size, stored.num_state_blocks > 0
         self.by_id: dict[str, Tracked] = {}
 

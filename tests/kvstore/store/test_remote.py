@@ -51,7 +51,6 @@ class RemoteBench(Bench):
         self.remote = RemoteBlocks(
             context, self.planner, source, contents, None, self.stored, self.reads, self.prefetcher
         )
-        self.requests.is_asking = self.remote.is_asking
 
     def come(self, num_blocks: int, num_there: int):
         request = self.request(num_blocks, stored=False)
@@ -83,11 +82,11 @@ def bench():
 
 def test_what_is_there_is_read_for_whoever_asked(bench):
     request = bench.come(6, num_there=4)
-    assert bench.remote.is_asking(request, is_next=True)
+    assert request.is_waiting(bench.now_s)
     bench.until(lambda: bench.stats.remote_read == 4)
     assert bench.states(request) == [ArenaBlockState.READY] * 4 + [None] * 2
     assert all(bench.arena[bench.cpu.arena_block_of(one)] == PAYLOAD for one in request.chain[:4])
-    assert not bench.remote.is_asking(request, is_next=True) and not bench.reads
+    assert not request.is_waiting(bench.now_s) and not bench.reads
     assert bench.remote.as_dict()["known_blocks"] == 4
     bench.remove(request)
 
@@ -135,7 +134,7 @@ class Contents(BelievedContents):
         self.bench = Bench(8)
         super().__init__(self.tier, lambda: self.now_s)
         self.questions = Questions(self.tier, self.bench.stored, lambda: self.now_s, always)
-        self.ask, self.is_asking = self.questions.ask, self.questions.is_asking
+        self.ask = self.questions.ask
 
     def hear(self) -> None:
         (asked,) = ended(self.tier, Asked)
@@ -155,10 +154,10 @@ def test_what_is_there_is_known_and_who_asked_is_told(contents):
     request = contents.bench.request(5, stored=False)
     contents.shared.blocks = dict.fromkeys(request.chain[:3], b"")
     contents.ask(request)
-    assert contents.is_asking(request)
+    assert request.is_waiting(contents.now_s)
     contents.hear()
     assert [contents.contains(one) for one in request.chain] == [True] * 3 + [False] * 2
-    assert contents.told == [request] and not contents.is_asking(request)
+    assert contents.told == [request] and not request.is_waiting(contents.now_s)
     assert len(contents) == 3
     contents.lose(request.chain[2:])
     assert [contents.contains(one) for one in request.chain] == [True] * 2 + [False] * 3
@@ -170,9 +169,9 @@ def test_nobody_waits_for_long_and_a_late_answer_is_known_all_the_same(contents)
     contents.shared.may_answer.clear()
     contents.ask(request)
     contents.now_s += ANSWER_S / 2
-    assert contents.is_asking(request)
+    assert request.is_waiting(contents.now_s)
     contents.now_s += ANSWER_S
-    assert not contents.is_asking(request)
+    assert not request.is_waiting(contents.now_s)
     contents.shared.may_answer.set()
     contents.hear()
     assert contents.told == []
@@ -186,20 +185,19 @@ def test_nobody_waits_where_another_has_waited_in_vain(contents):
     wait_until(lambda: contents.tier.asking_s > 0.1)
     with constants(remote, ANSWER_S=0.1):
         contents.ask(second)
-    assert contents.is_asking(second, is_next=False), "while it is in the queue, it may hear a late answer"
-    assert contents.is_asking(first) and not contents.is_asking(second)
+    assert second.waits_until_s is not None, "while it is in the queue, it may hear a late answer"
+    assert first.is_waiting(contents.now_s) and not second.is_waiting(contents.now_s)
     contents.shared.may_answer.set()
     assert len(ended(contents.tier, Asked, 2)) == 2
     wait_until(lambda: contents.tier.asking_s == 0.0)
     contents.shared.may_answer.clear()
     contents.ask(first)
-    assert contents.is_asking(first), "it answers again"
+    assert first.is_waiting(contents.now_s), "it answers again"
 
 
 def test_a_request_in_the_queue_hears_a_late_answer(contents):
     """Looking what can be read ahead for it gives up no question: only the scheduler does."""
     bench = contents.bench
-    bench.requests.is_asking = contents.is_asking
     request = bench.request(4, stored=False)
     bench.disk.stored |= set(request.chain[:2])
     contents.shared.blocks = dict.fromkeys(request.chain, b"")
@@ -231,7 +229,7 @@ def test_what_was_heard_long_ago_or_is_behind_an_open_breaker_is_not_believed(co
     assert contents.told == [request], "that there is no answer is one, too"
     assert not contents.contains(request.chain[0])
     contents.ask(request)
-    assert not contents.is_asking(request)
+    assert not request.is_waiting(contents.now_s)
     contents.shared.fails = None
     wait_until(lambda: not contents.tier.is_away)
     assert contents.contains(request.chain[0])
@@ -251,10 +249,10 @@ def test_it_always_waits_where_everything_is_to_be_loaded():
     contents.shared.may_answer.clear()
     contents.ask(request)
     contents.now_s += 1e6
-    assert contents.is_asking(request)
+    assert request.is_waiting(contents.now_s)
     contents.shared.may_answer.set()
     contents.hear()
-    assert not contents.is_asking(request)
+    assert not request.is_waiting(contents.now_s)
     assert contents.tier.close(TIMEOUT_S)
 
 
