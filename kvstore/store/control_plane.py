@@ -392,7 +392,7 @@ class KVStore:
         if not self.splicer.start(planned.blocks, conversation):
             return None
         if self.disk is not None and is_new and run.first:
-            self.disk.queue.note_splice(self.cpu.arena_block_of, *planned.chain[run.first - 1 : run.first + 1])
+            self.disk.note_splice(self.cpu.arena_block_of, *planned.chain[run.first - 1 : run.first + 1])
         if conversation is not None and planned.lineage.root == old.lineage.root:
             self.steering.move(conversation, planned.chain)
         elif conversation is not None:  # a span stays where it is, and has come back
@@ -451,7 +451,7 @@ class KVStore:
 
     def stages(self) -> list[Stage]:
         """Steps and splices; writes and deletions; what the remote tier gets of it."""
-        disk = [] if self.disk is None else [self.disk.queue.in_flight, self.disk.contents.removing.in_flight]
+        disk = [] if self.disk is None else [self.disk.in_flight, self.disk.contents.removing.in_flight]
         remote = [] if self.remote is None else self.remote.stages()
         return [self.steps.by_ticket.keys, self.splicer.jobs.keys, *disk, *remote]
 

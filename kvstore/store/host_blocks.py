@@ -164,7 +164,7 @@ class HostBlocks:
     def _go_on(self) -> None:
         """Hand the next blocks to the writer. Called once per poll, and after every new write."""
         self.disk.pump()
-        if self.disk.queue.dirty and self.disk.health.is_paused:
+        if self.disk.dirty and self.disk.health.is_paused:
             self._why_not = "no_room" if self.disk.health.error in NO_ROOM else "io_error"
             self.disk.refuse_waiting()
             self._why_not = "no_room"

@@ -1,6 +1,6 @@
 """The memory that a host has lent, each buffer until its block is written or given up.
 
-Control plane, one thread. Knows no disk: it is the tier above it (`kvstore.store.write_back.MemoryTier`).
+Control plane, one thread. Knows no disk: it is the tier above it, in the place of a `CpuTier`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HostMemory:
     def view(self, handle: int) -> memoryview:
         return self._lent[handle].view
 
-    # -- what the disk asks ------------------------------------------------------------------------------------------
+    # -- what the disk asks, as of a `CpuTier` -----------------------------------------------------------------------
     def record(self, handle: int) -> BlockRecord:
         return self._lent[handle].record
 

@@ -12,12 +12,11 @@ only because every block that is free there has been written.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from kvstore.blocks.forest import ParentsInFlight
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, is_quantised, quantised_id, with_quantised
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
@@ -26,8 +25,9 @@ from kvstore.disk.format import WriteError
 from kvstore.disk.index import TenantBytes
 from kvstore.disk.opening import OpenDisk
 from kvstore.errors import StoreError
-from kvstore.policy.conversation import Conversation
+from kvstore.memory.tier import CpuTier
 from kvstore.store.context import StoreContext
+from kvstore.store.host_memory import HostMemory
 from kvstore.store.stored import Deletions, DiskContents, TierReads
 from kvstore.tiers.port import ReadDone, WriteDone, WriteJob
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
@@ -38,159 +38,32 @@ MAX_FULL = 5  # how often in a row the map may be full before the disk counts as
 GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
 
 
-class WriteQueue:
-    """view: the bytes of an arena block. parents: those of the blocks here, kept until the blocks are written. bytes:
-    what the writer has, in bytes of the file. quantises: see `DiskContents`. before_splice: by the first block of
-    a splice, which names another parent, the block in front of it.
-    """
-
-    def __init__(
-        self, tier: TierWorker, view: Callable[[int], memoryview], parents: ParentsInFlight, quantises: bool
-    ) -> None:  # fmt: skip
-        self._tier, self._view, self._parents, self._quantises = tier, view, parents, quantises
-        self.dirty: deque[int] = deque()
-        self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
-        self._num_submitted: Counter[BlockId] = Counter()
-        self.bytes = TenantBytes()
-        self.before_splice: dict[BlockId, BlockId] = {}
-        self._unsure: set[int] = set()  # those that may have gone to an environment that was set aside
-
-    def file_bytes(self, arena_block: int) -> int:
-        """What an incompressible block takes in the file: whole pages, with the value's header."""
-        return (self._view(arena_block).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
-
-    def add(self, arena_block: int, record: BlockRecord) -> None:
-        self.dirty.append(arena_block)
-        for parent_id in self._parents_of(record):
-            self._parents.add(parent_id)
-
-    def note_splice(self, place_of: Callable[[BlockId], int | None], before: BlockId, first: BlockId) -> None:
-        """See `before_splice`. Those that were given up before they were written are forgotten: they have no place in
-        memory any more.
-        """
-        known = self.before_splice.items()
-        self.before_splice = {one: other for one, other in known if place_of(one) is not None} | {first: before}
-
-    def _parents_of(self, record: BlockRecord) -> Sequence[BlockId]:
-        """The block before this one, and its copy: the disk may have either."""
-        return with_quantised([record.parent_id]) if self._quantises else (record.parent_id,)
-
-    def submit_first(self, record: BlockRecord) -> None:
-        """Give the writer the first dirty arena block, to be written under this record."""
-        arena_block = self.dirty.popleft()
-        self.bytes.add(record.tenant, self.file_bytes(arena_block))
-        self.submitted[arena_block] = record.block_id
-        self._num_submitted[record.block_id] += 1
-        view = self._view(arena_block)
-        self._tier.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
-
-    def drop_first(self, record: BlockRecord) -> int:
-        """Do not write the first dirty arena block. Returns it."""
-        self.remove(record)
-        return self.dirty.popleft()
-
-    def ended(self, jobs: Sequence[WriteJob]) -> None:
-        """The writer no longer has these."""
-        for job in jobs:
-            self.bytes.add(job.record.tenant, -self.file_bytes(job.handle))
-            block_id = self.submitted.pop(job.handle)
-            self._num_submitted[block_id] -= 1
-            if not self._num_submitted[block_id]:
-                del self._num_submitted[block_id]
-
-    def has_submitted(self, block_id: BlockId) -> bool:
-        """Whether the writer has this block."""
-        return block_id in self._num_submitted
-
-    def submit_touched(self, touched: dict[BlockId, float]) -> None:
-        """Give the writer times of last use, which go along with the next transaction."""
-        self._tier.submit_touched(touched)
-
-    def in_flight(self) -> set[int]:
-        """Arena blocks that are dirty or that the writer has."""
-        return {*self.submitted, *self.dirty}
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing is dirty, or on its way to or from the disk."""
-        return not self.dirty and self._tier.is_idle
-
-    def put_back(self, jobs: Sequence[WriteJob]) -> None:
-        """These are not on disk: put them at the head of the queue again."""
-        self.dirty.extendleft(job.handle for job in reversed(jobs))
-        self._unsure.difference_update(job.handle for job in jobs)
-
-    def remove(self, record: BlockRecord) -> None:
-        """A block was written, or never will be."""
-        for parent_id in self._parents_of(record):
-            self._parents.remove(parent_id)
-
-    def doubt_submitted(self) -> None:
-        """The environment was set aside: a write that succeeds may have gone there."""
-        self._unsure |= self.submitted.keys()
-
-    def is_doubtful(self, arena_block: int) -> bool:
-        """Whether a write that succeeded may have gone elsewhere. Ask once for each."""
-        is_so = arena_block in self._unsure
-        self._unsure.discard(arena_block)
-        return is_so
-
-
-class MemoryTier(Protocol):
-    """What is above the disk: the CPU tier, or the buffers of a host. A handle names a block's memory.
-
-    parents_in_flight: of what is on its way.
-    """
-
-    @property
-    def parents_in_flight(self) -> ParentsInFlight: ...
-
-    def record(self, handle: int) -> BlockRecord | None: ...
-
-    def conversation(self, handle: int) -> Conversation | None: ...
-
-    def is_current(self, handle: int) -> bool:
-        """Whether its content can be found."""
-        ...
-
-    def release(self, handle: int) -> None: ...
-
-    def hold_all_but(self, handles: Collection[int]) -> Iterable[int]:
-        """Take a reference of each other block whose bytes are here, parents first."""
-        ...
-
-    def forget(self, block_id: BlockId) -> object:
-        """Give up a block. Holders keep its memory until they release it."""
-        ...
-
-    def is_needed(self, block_id: BlockId) -> bool:
-        """Whether somebody uses this block here, or a block that is here or in flight builds on it."""
-        ...
-
-    def absent_parents(self) -> list[BlockId]:
-        """Blocks that others here build on, and which are not here."""
-        ...
-
-    def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
-        """These blocks, here or not, and all that builds on them here, parents before children."""
-        ...
+Memory: TypeAlias = CpuTier | HostMemory  # above the disk; a handle names a block's memory there
 
 
 class WriteBack:
     """tier: the disk's. tenant_bytes: how much one tenant's blocks may take. health: of writes; a damaged file is put
-    aside before it is written to again.
+    aside before it is written to again. queued: what the writer has, in bytes of the file. before_splice: by the first
+    block of a splice, which names another parent, the block in front of it.
+
+    Parents of what waits and of what the writer has are kept until that is written.
     """
 
     def __init__(
-        self, context: StoreContext[MemoryTier], on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
+        self, context: StoreContext[Memory], on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
-        self._tenant_bytes = tenant_bytes
+        self._tier, self._view, self._tenant_bytes = tier, context.view, tenant_bytes
         self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, context.clock, holdings)
-        self.queue = WriteQueue(tier, context.view, context.cpu.parents_in_flight, self.contents.quantises)
         self.health = tier.health
+        self.dirty: deque[int] = deque()
+        self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
+        self._num_submitted: Counter[BlockId] = Counter()
+        self._unsure: set[int] = set()  # of these, those that may have gone to an environment that was set aside
+        self.queued = TenantBytes()
+        self.before_splice: dict[BlockId, BlockId] = {}
         self._num_full = 0
         self._stuck_since_s: float | None = None
 
@@ -213,9 +86,38 @@ class WriteBack:
     # -- writes ------------------------------------------------------------------------------------------------------
     def add_dirty(self, arena_block: int) -> None:
         """Write this READY arena block, and take over its reference."""
+        self.dirty.append(arena_block)
+        for parent_id in self._parents_of(self._record(arena_block)):
+            self._cpu.parents_in_flight.add(parent_id)
+
+    def _record(self, arena_block: int) -> BlockRecord:
         record = self._cpu.record(arena_block)
         assert record is not None
-        self.queue.add(arena_block, record)
+        return record
+
+    def _parents_of(self, record: BlockRecord) -> Sequence[BlockId]:
+        """The block before this one, and its copy: the disk may have either."""
+        return with_quantised([record.parent_id]) if self.contents.quantises else (record.parent_id,)
+
+    def _let_parents_go(self, record: BlockRecord) -> None:
+        """A block was written, or never will be."""
+        for parent_id in self._parents_of(record):
+            self._cpu.parents_in_flight.remove(parent_id)
+
+    def _file_bytes(self, arena_block: int) -> int:
+        """What an incompressible block takes in the file: whole pages, with the value's header."""
+        return (self._view(arena_block).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
+
+    def note_splice(self, place_of: Callable[[BlockId], int | None], before: BlockId, first: BlockId) -> None:
+        """See `before_splice`. Those that were given up before they were written are forgotten: they have no place in
+        memory any more.
+        """
+        known = self.before_splice.items()
+        self.before_splice = {one: other for one, other in known if place_of(one) is not None} | {first: before}
+
+    def in_flight(self) -> set[int]:
+        """Arena blocks that are dirty or that the writer has."""
+        return {*self.submitted, *self.dirty}
 
     def pump(self) -> None:
         """Hand dirty arena blocks to the writer, within its bounds, and make room for them. Called once per poll."""
@@ -223,17 +125,16 @@ class WriteBack:
             return
         if self.contents.removing.pump():
             return  # they go alone, as they make room
-        while self.queue.dirty and self.queue.bytes.total < MAX_QUEUED_BYTES and self._submit_first():
+        while self.dirty and self.queued.total < MAX_QUEUED_BYTES and self._submit_first():
             pass
 
     def _submit_first(self) -> bool:
         """Submit the first dirty arena block. Returns False if it has to wait."""
-        arena_block = self.queue.dirty[0]
-        own, size = self._cpu.record(arena_block), self.queue.file_bytes(arena_block)
-        assert own is not None
+        arena_block = self.dirty[0]
+        own, size = self._record(arena_block), self._file_bytes(arena_block)
         record = self._as_written(own)
         if not self._cpu.is_current(arena_block) or self.contents.contains(record.block_id):
-            self._cpu.release(self.queue.drop_first(own))  # deleted, or there already
+            self._drop_first(own)  # deleted, or there already
             return True
         if record is not own and self._lacks_parent(record):
             self._refuse_first(own, "the disk has evicted what it is built on")
@@ -242,15 +143,19 @@ class WriteBack:
             self._stats.refused_writes += 1
             self._refuse_first(own, "its tenant has on disk what it may have")
             return True
-        if not self.make_room(self.queue.bytes.total + size, self.queue.bytes.total):
-            if self.queue.bytes.total or self.contents.removing:
+        if not self.make_room(self.queued.total + size, self.queued.total):
+            if self.queued.total or self.contents.removing:
                 return False
             if len(self.contents.index):
                 return self._give_up_first(own)
             # The file system had no room: the disk will find out whether that is still so.
         self._stuck_since_s = None
         self.contents.removing.drop(record.block_id)
-        self.queue.submit_first(record)
+        self.queued.add(record.tenant, size)
+        self.submitted[self.dirty.popleft()] = record.block_id
+        self._num_submitted[record.block_id] += 1
+        view = self._view(arena_block)
+        self._tier.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
         return True
 
     def _as_written(self, own: BlockRecord) -> BlockRecord:
@@ -259,7 +164,7 @@ class WriteBack:
         """
         if not self.contents.quantises or is_quantised(own.block_id):
             return own
-        before = self.queue.before_splice.get(own.block_id, own.parent_id)
+        before = self.before_splice.get(own.block_id, own.parent_id)
         if not is_quantised(before) and self._will_have(before):
             return own
         return replace(own, block_id=quantised_id(own.block_id), parent_id=quantised_id(own.parent_id))
@@ -269,13 +174,13 @@ class WriteBack:
         return not self._will_have(record.parent_id) and self._stats.losses.get(record.parent_id) is not None
 
     def _will_have(self, block_id: BlockId) -> bool:
-        return self.contents.contains(block_id) or self.queue.has_submitted(block_id)
+        return self.contents.contains(block_id) or block_id in self._num_submitted
 
     def _is_over_limit(self, tenant: str, num_bytes: int) -> bool:
         if self._tenant_bytes is None:
             return False
         stored = self.contents.index.bytes.of(tenant)
-        return stored + self.queue.bytes.of(tenant) + num_bytes > self._tenant_bytes
+        return stored + self.queued.of(tenant) + num_bytes > self._tenant_bytes
 
     def _give_up_first(self, record: BlockRecord) -> bool:
         """All that is stored is in use, or is what this block is built on: a conversation larger than the tier.
@@ -296,11 +201,20 @@ class WriteBack:
         """Do not write the first dirty arena block, nor what is built on it."""
         self._cpu.forget(record.block_id)
         self._stats.losses.note("not_written", "disk", record.block_id, why=why)
-        self._cpu.release(self.queue.drop_first(record))
+        self._drop_first(record)
+
+    def _drop_first(self, record: BlockRecord) -> None:
+        self._let_parents_go(record)
+        self._cpu.release(self.dirty.popleft())
 
     def write_done(self, done: WriteDone) -> None:
         jobs, deletes = done.batch.jobs, done.batch.deletes
-        self.queue.ended(jobs)
+        for job in jobs:
+            self.queued.add(job.record.tenant, -self._file_bytes(job.handle))
+            block_id = self.submitted.pop(job.handle)
+            self._num_submitted[block_id] -= 1
+            if not self._num_submitted[block_id]:
+                del self._num_submitted[block_id]
         self.contents.removing.ended(deletes, done.error)
         if done.error is not None:
             self._writes_failed(jobs, done.error)
@@ -309,25 +223,24 @@ class WriteBack:
         self._num_full = 0
         for job, stored in zip(jobs, done.stored, strict=True):
             record, arena_block = job.record, job.handle
-            if self.queue.is_doubtful(arena_block) and not self._disk.contains(record.block_id):
-                self.queue.dirty.append(arena_block)
+            is_doubtful = arena_block in self._unsure
+            self._unsure.discard(arena_block)
+            if is_doubtful and not self._disk.contains(record.block_id):
+                self.dirty.append(arena_block)
                 continue
             self._stats.written += 1
             self.contents.written(record, stored.num_bytes, self._cpu.conversation(arena_block))
-            if not self._cpu.is_current(arena_block) and not self.queue.has_submitted(record.block_id):
+            if not self._cpu.is_current(arena_block) and record.block_id not in self._num_submitted:
                 self._delete([record.block_id])  # deleted while it was being written, and no newer copy is
-            own = self._cpu.record(arena_block)
-            assert own is not None
-            self.queue.before_splice.pop(own.block_id, None)
-            self.queue.remove(own)
+            own = self._record(arena_block)
+            self.before_splice.pop(own.block_id, None)
+            self._let_parents_go(own)
             self._cpu.release(arena_block)
 
     def refuse_waiting(self) -> None:
         """Do not write what waits: it is in memory that is wanted back."""
-        while self.queue.dirty:
-            record = self._cpu.record(self.queue.dirty[0])
-            assert record is not None
-            self._refuse_first(record, "its memory was wanted back")
+        while self.dirty:
+            self._refuse_first(self._record(self.dirty[0]), "its memory was wanted back")
 
     # -- what leaves the disk ----------------------------------------------------------------------------------------
     @property
@@ -402,11 +315,12 @@ class WriteBack:
     def _writes_failed(self, jobs: Sequence[WriteJob], error: str) -> None:
         """Keep the blocks dirty, and try again later, deletions too, after a longer while each time."""
         self._stats.dropped_writes += len(jobs)
-        self.queue.put_back(jobs)
+        self.dirty.extendleft(job.handle for job in reversed(jobs))
+        self._unsure.difference_update(job.handle for job in jobs)
         if error == WriteError.MAP_FULL and self._num_full < MAX_FULL:
             # There is room, but in pieces that are too small, or only free after another transaction or two.
             self._num_full += 1
-            self.evict(sum(self.queue.file_bytes(job.handle) for job in jobs))
+            self.evict(sum(self._file_bytes(job.handle) for job in jobs))
             self.contents.removing.pump()
         elif error != WriteError.BROKEN:  # such a file is put aside at once
             self.health.failed(error)
@@ -424,9 +338,9 @@ class WriteBack:
         self.health.succeeded()
         self._forget_tails()
         self.contents.begin_anew()
-        self.queue.doubt_submitted()
-        known = self.queue.in_flight()
-        for one in self._cpu.hold_all_but(known):  # parents first: if this stops half-way, none lacks its parent
+        self._unsure |= self.submitted.keys()  # a write that succeeds may have gone there
+        others = self._cpu.hold_all_but(self.in_flight())
+        for one in others:  # parents first: if this stops half-way, none lacks its parent
             self.add_dirty(one)
         return True
 
@@ -449,13 +363,13 @@ class WriteBack:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is dirty or in flight."""
-        return not self.contents.removing and self.queue.is_drained
+        """Whether nothing is dirty, or on its way to or from the disk."""
+        return not self.contents.removing and not self.dirty and self._tier.is_idle
 
     def persist_touched(self) -> None:
         """Send times of last use along with the next transaction."""
         if touched := self.contents.take_touched():
-            self.queue.submit_touched(touched)
+            self._tier.submit_touched(touched)
 
     def finish(self) -> None:
         """Prepare for closing: hand over what was waiting for a better moment."""
@@ -466,7 +380,7 @@ class WriteBack:
         return {
             **self._disk.stats(),
             "blocks": len(self.contents.index),
-            "dirty_blocks": len(self.queue.dirty),
-            "queued_write_bytes": self.queue.bytes.total,
+            "dirty_blocks": len(self.dirty),
+            "queued_write_bytes": self.queued.total,
             "degraded": self.health.error,
         }

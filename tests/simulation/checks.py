@@ -116,11 +116,9 @@ def check_bounds(sim: Simulation) -> None:
     assert sim.store.requests.by_id.keys() <= known, "the store tracks a request that ended"
     assert len(sim.store.steps.by_ticket) <= 32, f"{len(sim.store.steps.by_ticket)} steps are in flight"
     if (disk := sim.store.disk) is not None:
-        assert len(disk.queue.dirty) + len(disk.queue.submitted) <= num_arena_blocks, "more is dirty than there is"
-        assert disk.queue.bytes.total <= sim.config.max_queued_bytes + 4096, (
-            f"{disk.queue.bytes.total} bytes are queued"
-        )
-        assert disk.queue.bytes.total >= 0
+        assert len(disk.dirty) + len(disk.submitted) <= num_arena_blocks, "more is dirty than there is"
+        assert disk.queued.total <= sim.config.max_queued_bytes + 4096, f"{disk.queued.total} bytes are queued"
+        assert disk.queued.total >= 0
         assert len(sim.store.reads) <= num_arena_blocks
 
 
@@ -185,7 +183,7 @@ def in_flight(sim: Simulation) -> str:
     found = [f"steps {list(store.steps.by_ticket)}", f"ended {len(store.ended)}", f"splices {store.splicer.jobs}"]
     found += [f"hints {list(store.prefetcher.hints)}"]
     if disk is not None:
-        found += [f"dirty {len(disk.queue.dirty)}", f"deleting {len(disk.contents.removing)}"]
+        found += [f"dirty {len(disk.dirty)}", f"deleting {len(disk.contents.removing)}"]
         found += [
             f"reads {len(sim.store.reads)}",
             f"degraded {disk.health.error}",
@@ -224,11 +222,11 @@ def check_disk(sim: Simulation) -> None:
     values = sim.platter.values
     assert disk.contents.index._entries.keys() == values.keys(), "the index and the disk disagree"
     assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
-    assert not disk.queue.bytes.of_tenants, "bytes of tenants are counted as queued while idle"
+    assert not disk.queued.of_tenants, "bytes of tenants are counted as queued while idle"
     if sim.limit_bytes is not None:
         most = max(disk.contents.index.bytes.of_tenants.values(), default=0)
         assert most <= sim.limit_bytes, f"{most} bytes of a tenant that may have {sim.limit_bytes}"
-    assert disk.queue.bytes.total == 0 and not disk.queue.dirty and not disk.queue._parents and not disk.queue.submitted
+    assert disk.queued.total == 0 and not disk.dirty and not disk._cpu.parents_in_flight and not disk.submitted
     for block_id, (_, _, value) in values.items():
         assert value == sim.book.blocks[block_id]
 

@@ -231,7 +231,7 @@ class Simulation:
             if (disk := self.store.disk) is None or disk.health.error is None:
                 is_over = self.store.is_idle or self.connector.parts.io.threads.has_hung
                 assert is_over, f"closed while something is in flight: {checks.in_flight(self)}"
-                assert disk is None or not disk.queue.dirty, "closed before all was written"
+                assert disk is None or not disk.dirty, "closed before all was written"
         self.people.all_ended(self.scheduler.roster.requests)
         self.accounts.clear()
         self.clock.io.clear()

@@ -59,16 +59,16 @@ def test_nothing_is_kept_of_a_splice_that_was_given_up_before_it_was_written(eng
     for seed in (1, 2):
         ask(engine, tokens(seed, 200))
     settle(engine)
-    queue = connector.parts.store.disk.queue
+    disk = connector.parts.store.disk
     with connector.parts.lock:
-        assert spliced(1) == queue.before_splice.keys()
+        assert spliced(1) == disk.before_splice.keys()
         for block_id in reversed(chain_of(engine, tokens(1, 200))):
             connector.parts.cpu.forget(block_id)
     settle(engine)
     with connector.parts.lock:
-        assert spliced(2) == queue.before_splice.keys()
+        assert spliced(2) == disk.before_splice.keys()
     settle(engine)
-    assert not queue.before_splice
+    assert not disk.before_splice
 
 
 def test_use_in_a_session_that_writes_nothing_is_remembered(model, tmp_path):
