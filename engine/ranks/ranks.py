@@ -212,7 +212,7 @@ def _proving(connection: socket.socket) -> Iterator[Connection]:
 
 
 class Blocks(Protocol):
-    """Blocks of the store, for ranks without a share of its memory: see `kvstore.memory.far.FarBlocks`."""
+    """Blocks of the store, for ranks without a share of its memory: see `kvstore.memory.ranked.FarBlocks`."""
 
     def loaded(self, part: OwnPart, loads: Sequence[Load]) -> bytes: ...
 

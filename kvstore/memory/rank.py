@@ -10,9 +10,8 @@ import torch
 
 from kvstore.blocks.records import Save, TransferPlan, Transferred
 from kvstore.memory.device_transfer import DeviceTransfer
-from kvstore.memory.far import bytes_of
 from kvstore.memory.layout import KVLayout, OwnPart
-from kvstore.memory.ranked import DataPlane
+from kvstore.memory.ranked import DataPlane, bytes_of
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.transfer import Arena, Transfer
 

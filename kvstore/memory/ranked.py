@@ -8,18 +8,50 @@ ended when they have on all ranks, and failed when they have on one. Knows no pr
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-from kvstore.blocks.records import SaveFence, TransferPlan, Transferred
-from kvstore.memory.far import FarBlocks
-from kvstore.memory.layout import States
-from kvstore.stats import Histogram
+from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
+from kvstore.memory.device_transfer import DeviceTransfer
+from kvstore.memory.layout import OwnPart
+from kvstore.memory.transfer import Arena, Transfer
 
 WAIT_S = 0.01  # between two checks for lost ranks
+DataPlane: TypeAlias = "Transfer | DeviceTransfer"  # moves KV between HBM and the arena
+
+
+@dataclass(frozen=True, slots=True)
+class FarBlocks:
+    """Parts of blocks out of the arena and into it, as bytes, for ranks that have no share of it."""
+
+    arena: Arena
+
+    def loaded(self, part: OwnPart, loads: Sequence[Load]) -> bytes:
+        """This part of the blocks that a step loads, one after the other."""
+        own_part = self._part(part)
+        return bytes_of(own_part[load.arena_block] for load in loads)
+
+    def put(self, part: OwnPart, saves: Sequence[Save], data: bytes) -> None:
+        """Write what a rank has saved, in the order of `saves`, into its part of their blocks."""
+        own_part = self._part(part)
+        values = torch.frombuffer(bytearray(data), dtype=self.arena.layout.dtype)
+        for save in saves:
+            place = own_part[save.arena_block, :, save.offset : save.offset + save.num_tokens]
+            own, values = values[: place.numel()], values[place.numel() :]
+            place.copy_(own.view(place.shape))
+
+    def _part(self, part: OwnPart) -> torch.Tensor:
+        """This part of all blocks: [num_arena_blocks, 2 * num_layers, block_size, num_heads, head_dim]."""
+        [run], (first, last) = self.arena.runs, part.layers  # all layers have one shape
+        heads = run.unflatten(3, (self.arena.layout.shapes[0].num_kv_heads, -1))
+        return heads[:, 2 * first : 2 * last, :, slice(*part.heads)]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
 class OtherRanks(Protocol):
@@ -59,31 +91,6 @@ class OtherRanks(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Wait until one of them has told something. Raises EngineDiedError if one is lost."""
         ...
-
-
-class DataPlane(Protocol):
-    """Moves KV between HBM and the arena: see `kvstore.memory.transfer` and `kvstore.memory.device_transfer`."""
-
-    load_seconds: Histogram
-
-    @property
-    def can_save(self) -> bool: ...
-
-    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: States | None = None) -> None: ...
-
-    def save_states(self, plan: TransferPlan) -> None: ...
-
-    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
-
-    def wait_for_layer_load(self, layer: int) -> None: ...
-
-    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
-
-    def end(self, succeeded: bool = True) -> SaveFence | None: ...
-
-    def completed(self) -> list[Transferred]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)

@@ -20,9 +20,8 @@ from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError
 from kvstore.memory.device_transfer import DeviceTransfer
-from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.ranked import DataPlane, OtherRanks, RankedTransfer
+from kvstore.memory.ranked import DataPlane, FarBlocks, OtherRanks, RankedTransfer
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.tier import CpuTier
 from kvstore.memory.transfer import Arena, Transfer
@@ -103,10 +102,10 @@ def open_tiered(
             on_disk.index.state_shape = (layout.num_state_blocks, layout.block_size)
             tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
             write_back = WriteBack(context, on_disk, io, tenant_bytes, holdings)
-        transfer = make_transfer(device, arena, progress.wake)
+        own = make_transfer(device, arena, progress.wake)
+        transfer = own if others is None else RankedTransfer(own, others)
         if others is not None:
             others.use(FarBlocks(arena))
-            transfer = RankedTransfer(transfer, others)
         identity = Identity(
             bytes.fromhex(name), label(model), layout.block_size, layout.num_state_blocks, layout.window_blocks
         )

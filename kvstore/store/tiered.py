@@ -23,7 +23,7 @@ from kvstore.store.stored import ChainContent
 from kvstore.store.upkeep import TieredUpkeep
 
 if TYPE_CHECKING:
-    from kvstore.memory.ranked import DataPlane
+    from kvstore.memory.ranked import DataPlane, RankedTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StoreParts(DiskParts[KVStore]):
     secret: bytes
     cpu: CpuTier
     arena: Any  # a `kvstore.memory.transfer.Arena`
-    transfer: DataPlane
+    transfer: DataPlane | RankedTransfer
     holdings: Holdings | None = None
 
     def as_dict(self) -> dict[str, object]:
