@@ -14,7 +14,7 @@ from bench.references import PROGRESS_EVERY, Hits
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.errors import ConfigError
-from kvstore.planning.jobs import prompt_of
+from kvstore.planning.server_blocks import prompt_of
 from kvstore.planning.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation

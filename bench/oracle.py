@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from kvstore.blocks.ids import BlockId
 from kvstore.errors import ConfigError
-from kvstore.planning.jobs import chain_of, prompt_of
+from kvstore.planning.server_blocks import chain_of, prompt_of
 from kvstore.planning.traces import Trace
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation, Conversations

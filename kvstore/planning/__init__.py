@@ -2,17 +2,15 @@
 
 Knows the store's own classes, no engine and no model.
 
-- `counting`: what a replay counts
-- `jobs`: a request of a trace as a server has it
-- `replay`: a trace through one server, on a virtual clock: when requests come, who runs, and for how long
+- `replay`: a trace through one server, on a virtual clock: when requests come, who waits, who runs, and for how long;
+  and what it counts
 - `replay_config`: what a replay is asked and what it answers
-- `server_blocks`: the blocks of that server, in the store's own classes
+- `server_blocks`: the requests and blocks of that server, in the store's own classes
 - `sizing`: which sizes to try, and the knee
 - `trace_formats`: reads traces from files
 - `traces`: what requests ask of a cache, by names of blocks
 - `virtual_io`: time, disk and transfers that take as long as rates say and move no byte: a `KVStore` for replays of
   traces
-- `waiting`: the line before that server
 
 Decisions:
 

@@ -6,18 +6,18 @@ hold up the others. Deterministic: the same trace and configuration give the sam
 
 from __future__ import annotations
 
+import heapq
 import math
+from array import array
+from collections import Counter
 from collections.abc import Callable
 
 from kvstore.blocks.records import Transferred
 from kvstore.errors import ConfigError
-from kvstore.planning.counting import Counting
-from kvstore.planning.jobs import Job
-from kvstore.planning.replay_config import ReplayConfig, ReplayResult
-from kvstore.planning.server_blocks import MakeSteering, ServerBlocks
+from kvstore.planning.replay_config import TIERS, ReplayConfig, ReplayResult
+from kvstore.planning.server_blocks import Job, MakeSteering, ServerBlocks
 from kvstore.planning.traces import Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
-from kvstore.planning.waiting import WaitingLine
 from kvstore.store.seam import Lookup
 from kvstore.tiers.port import Rank
 
@@ -213,6 +213,134 @@ class Replay:
         """Assert, after the run, that nobody holds anything and that all counts agree."""
         assert not self._waiting and not self._num_running, "requests were left over"
         self.blocks.check_integrity()
+
+
+class WaitingLine:
+    """The requests that have arrived and do not run yet, in order of arrival.
+
+    A candidate is looked at when the batch has a place. A request that waits for reads or for arena blocks is no
+    candidate, and others may pass it. One that waits for HBM holds up all behind it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Job] = {}
+        self._candidates: list[tuple[int, Job]] = []  # a heap
+        self._short: list[tuple[int, Job]] = []  # a heap: those that wait for arena blocks
+        self._blocked: int | None = None  # who waits for HBM
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: Job) -> None:
+        self._waiting[job.number] = job
+        self.offer(job.number)
+
+    def remove(self, job: Job) -> None:
+        """It runs now."""
+        del self._waiting[job.number]
+
+    def offer(self, number: int) -> None:
+        """Make it a candidate again: what it waited for may be there."""
+        job = self._waiting.get(number)
+        if job is not None and not job.is_candidate:
+            job.is_candidate = True
+            heapq.heappush(self._candidates, (number, job))
+
+    def offer_all(self) -> None:
+        for number in self._waiting:
+            self.offer(number)
+
+    def pop_candidate(self) -> Job | None:
+        """Take the first candidate; None if there is none, or if it waits for HBM."""
+        if not self._candidates or self._candidates[0][0] == self._blocked:
+            return None
+        _, job = heapq.heappop(self._candidates)
+        job.is_candidate = False
+        return job
+
+    # -- what they wait for ------------------------------------------------------------------------------------------
+    def wait_for_hbm(self, job: Job) -> None:
+        self.offer(job.number)
+        self._blocked = job.number
+
+    def unblock(self) -> None:
+        """A request has ended, and released its HBM."""
+        self._blocked = None
+
+    def wait_for_arena_blocks(self, job: Job) -> None:
+        heapq.heappush(self._short, (job.number, job))
+
+    @property
+    def has_short(self) -> bool:
+        """Whether a request waits for arena blocks."""
+        return bool(self._short)
+
+    def offer_short(self, num_free: int | None) -> None:
+        """Offer requests that wait for arena blocks, in order, as long as so many free ones are enough for each; None:
+        all of them.
+        """
+        while self._short:
+            number, job = self._short[0]
+            if number in self._waiting:
+                if num_free is not None and num_free < job.stored.wanted.lowest - job.stored.wanted.front:
+                    return
+                self.offer(number)
+            heapq.heappop(self._short)
+
+
+class Counting:
+    """The counts of one replay. moved: returns how many blocks were moved and evicted so far, by kind."""
+
+    def __init__(self, config: ReplayConfig, block_size: int, moved: Callable[[], Counter[str]]) -> None:
+        self._config, self._block_size, self._moved = config, block_size, moved
+        self._num_refused = self._num_prompt_tokens = self._num_blocks = self._num_hit_blocks = 0
+        self._hits = Counter[str](), Counter[str]()  # tokens by tier: at arrival, and at schedule
+        self._ttft_s = array("d")
+        self._times_s: tuple[float, float] | None = None  # when the counting began, and when the last request ended
+        self._before = Counter[str]()  # what was moved until it began
+
+    def begin(self, now_s: float) -> None:
+        self._times_s = (now_s, now_s)
+        self._before = self._moved()
+
+    def count_refused(self, number: int) -> None:
+        self._num_refused += number >= self._config.warm_up
+
+    def count_end(self, now_s: float) -> None:
+        if self._times_s is not None:
+            self._times_s = (self._times_s[0], now_s)
+
+    def count_start(self, job: Job, num_hbm: int, ttft_s: float) -> None:
+        """Count a request that starts with so many hits in HBM, unless it belongs to the warm-up."""
+        if job.number < self._config.warm_up:
+            return
+        size = self._block_size
+        self._num_prompt_tokens += job.request.num_tokens
+        self._num_blocks += job.request.num_tokens // size
+        self._num_hit_blocks += job.num_hit
+        self._ttft_s.append(ttft_s)
+        in_between = ["hbm"] * num_hbm + ["cpu"] * (job.num_hit - num_hbm)  # of what was not there before
+        assert job.schedule is not None
+        for hits, seen in zip(self._hits, (job.arrival, job.schedule), strict=True):
+            for tier in (*seen[: job.num_hit], *in_between[len(seen) :]):
+                hits[tier] += size
+
+    def result(self) -> ReplayResult:
+        assert self._times_s is not None, "the warm-up never ended"
+        moved = self._moved()
+        moved.subtract(self._before)
+        ttft_s = sorted(self._ttft_s)
+        at_arrival, at_schedule = ({tier: hits[tier] for tier in TIERS} for hits in self._hits)
+        return ReplayResult(
+            num_requests=len(ttft_s), num_refused=self._num_refused, num_prompt_tokens=self._num_prompt_tokens,
+            num_hit_tokens=self._num_hit_blocks * self._block_size, num_blocks=self._num_blocks,
+            num_hit_blocks=self._num_hit_blocks, hits_at_arrival=at_arrival, hits_at_schedule=at_schedule,
+            bytes_moved={way: moved[way] * self._config.block_bytes for way in ("save", "load", "write", "read")},
+            num_evicted={tier: moved[tier] for tier in TIERS}, num_dropped_saves=moved["unsaved"],
+            num_dropped_writes=moved["unwritten"], ttft_mean_s=math.fsum(ttft_s) / len(ttft_s) if ttft_s else 0.0,
+            ttft_p90_s=ttft_s[-(-9 * len(ttft_s) // 10) - 1] if ttft_s else 0.0,
+            duration_s=self._times_s[1] - self._times_s[0],
+        )  # fmt: skip
 
 
 def _followers(trace: Trace) -> dict[int, list[int]]:

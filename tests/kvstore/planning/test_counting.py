@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from kvstore.planning.counting import Counting
-from kvstore.planning.jobs import LINEAGE, Job
+from kvstore.planning.replay import Counting
 from kvstore.planning.replay_config import ReplayConfig
+from kvstore.planning.server_blocks import LINEAGE, Job
 from kvstore.store.requests import Tracked
 from tests.support.small_traces import SIZE, request
 
