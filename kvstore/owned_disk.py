@@ -2,28 +2,38 @@
 
 Puts the parts together, as `block_store` does for other engines. Blocks have the ids and records that an engine with a
 disk of its own gives them, so that either finds what the other has stored. Loads no torch.
+
+The engines ask through a Unix socket, as in `kvstore.remote.owned_blocks`. Requests and answers are RESP2's. Ids are 32
+bytes, and a value is a block's header and payload, as on disk. `ASK id...` and `HAS id...` answer with a 0 or 1 for
+each id; asking counts as a use. `GET id` answers with a value or nil. `PUT (id value)...` stores values in the order of
+their chain, each with the id of the block before it, empty for the first; it answers with a 0 or 1 for each, once they
+are durable, or with the error OOM while nothing can be written. `DEL id...` deletes these and what builds on them.
+Whatever else is asked, with ids of another length too, is answered with the error ERR.
 """
 
 from __future__ import annotations
 
+import select
+import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 from kvstore.admin.private_folder import PrivateFolder
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.blocks.records import ReadResult
 from kvstore.config import CacheTiers
 from kvstore.disk.codec import Codec, Header, decode_header, encode_head, is_intact
 from kvstore.disk.opening import OpeningDisk
-from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
-from kvstore.remote.disk_owner import OwnerServer, Value
+from kvstore.remote.resp_replies import Replies
+from kvstore.remote.unix_server import UnixServer
 from kvstore.store.host_blocks import open_host_parts
 from kvstore.store.parts import Housekeeper
 from kvstore.store.upkeep import TieredUpkeep
+from kvstore.tiers.port import FULL
 
 LARGEST_BLOCK = 4  # of the capacity
 SOCKET_NAME = "disk.sock"
@@ -66,21 +76,52 @@ class OwnedDisk:
             opened.callback(self._parts.close)
             self._store, self._lock = self._parts.store, self._parts.lock
             self.upkeep = TieredUpkeep(self._parts, self._store)
-            self._awaited: set[int] = set()  # tickets
-            self._ended: dict[int, bool] = {}  # of these: whether they are durable
             self.path = owner_path(folder)
             try:
-                self._server = OwnerServer(Path(self.path), self)
+                listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                listener.bind(self.path)
+                listener.listen(64)
             except OSError as error:
                 raise _no_socket(error) from error
+            self._server = UnixServer("kvstore-owner", listener, self._serve)
             opened.pop_all()
         self._folder = folder
         self._housekeeper = Housekeeper(self._parts)
 
-    # -- what engines ask --------------------------------------------------------------------------------------------
-    @property
-    def degraded(self) -> str | None:
-        return self._parts.degraded
+    # -- what engines ask, each in a thread of its own ---------------------------------------------------------------
+    def _serve(self, connection: socket.socket) -> None:
+        requests = Replies(lambda buffers: _received(connection, buffers))
+        with suppress(OSError, ValueError):  # the other side has gone, or is not understood
+            while True:
+                [request] = requests.to([None], False)
+                if not isinstance(request, list) or not all(isinstance(part, bytes) for part in request):
+                    return  # it does not speak the protocol
+                given = [part for part in request if isinstance(part, bytes)]
+                for part in self._answer(given, partial(_is_there, connection)):
+                    connection.sendall(part)
+
+    def _answer(self, request: Sequence[bytes], is_wanted: Callable[[], bool]) -> list[bytes | memoryview]:
+        name, *given = request or [b""]
+        ids = [one for one in given[::2] if one] if name == b"PUT" else given
+        if any(len(one) != BLOCK_ID_BYTES for one in ids):
+            return [b"-ERR an id has %d bytes\r\n" % BLOCK_ID_BYTES]
+        if name in (b"ASK", b"HAS"):
+            return _flags(self.has(given, is_use=name == b"ASK"))
+        if name == b"GET" and len(given) == 1:
+            found = self._read(given[0])
+            if found is None:
+                return [b"$-1\r\n"]
+            head, payload = found
+            return [b"$%d\r\n" % (len(head) + payload.nbytes) + head, payload, b"\r\n"]
+        if name == b"PUT" and len(given) % 2 == 0:
+            stored = self.put(list(zip(given[::2], given[1::2], strict=True)), is_wanted)
+            if not any(stored) and self._parts.degraded is not None:
+                return [b"-%s the disk cannot be written\r\n" % FULL.encode()]
+            return _flags(stored)
+        if name == b"DEL":
+            self.forget(given, DELETE_S)
+            return [b"+OK\r\n"]
+        return [b"+PONG\r\n"] if name == b"PING" else [b"-ERR unknown command\r\n"]
 
     def has(self, block_ids: Sequence[BlockId], is_use: bool) -> list[bool]:
         with self._lock:
@@ -90,9 +131,10 @@ class OwnedDisk:
                     self._store.disk.contents.link(block_id, before)
             return [self._store.contains(block_id) for block_id in block_ids]
 
-    def read(self, block_id: BlockId) -> Value | None:
-        """A block that has passed all checks; None if there is none. A damaged one is deleted."""
-        disk, started = self._store_disk, time.perf_counter()
+    def _read(self, block_id: BlockId) -> tuple[bytes, memoryview] | None:
+        """Header and payload of a block that has passed all checks; None if there is none. A damaged one is deleted."""
+        disk, started = self._parts.disk, time.perf_counter()
+        assert disk is not None
         with self._lock:
             if not self._store.contains(block_id):
                 return None
@@ -114,44 +156,34 @@ class OwnedDisk:
         return encode_head(header.record, payload), payload
 
     def put(self, pairs: Sequence[tuple[bytes, bytes]], is_wanted: Callable[[], bool]) -> list[bool]:
-        """See `DiskOwner.put`. Refuses a value that is damaged, or whose block before it is not there."""
+        """Store values, each with the id of the block before it, unless one is damaged, or that block is not there.
+        Returns which are durable. is_wanted: False once who asked has ended; a deletion that begins after that must not
+        miss these blocks.
+        """
         headers = [_checked(value, self._capacity_bytes) for _, value in pairs]
-        tickets: list[int | None] = []
+        accepted = set[BlockId]()
         with self._lock:
             if not is_wanted():  # asked with the lock: `forget` deletes what was accepted before
                 return [False] * len(pairs)
-            accepted = set[bytes]()
             for (before, value), header in zip(pairs, headers, strict=True):
-                is_of_use = not before or before in accepted or self._store.contains(before)
-                ticket = None
-                if header is not None and is_of_use:
+                if header is not None and (not before or before in accepted or self._store.contains(before)):
                     payload = memoryview(value)[len(value) - header.raw_bytes :]
-                    ticket = self._store.write(header.record, payload, None)
-                if header is not None and ticket is not None:
-                    accepted.add(header.record.block_id)
-                tickets.append(ticket)
-            wanted = {ticket for ticket in tickets if ticket is not None}
-            self._awaited |= wanted
-        self._parts.wait_until(lambda: self._have_ended(wanted), PUT_S)
+                    if self._store.write(header.record, payload, None) is not None:
+                        accepted.add(header.record.block_id)
+        self._parts.wait_until(lambda: self._have_ended(accepted), PUT_S)
+        stored = [False] * len(pairs)
         with self._lock:
-            self._have_ended(wanted)
-            self._awaited -= wanted
-            done = {ticket: self._ended.pop(ticket, False) for ticket in wanted}
-            stored = [ticket is not None and done[ticket] for ticket in tickets]
-            for (before, _), header, is_stored in zip(pairs, headers, stored, strict=True):
-                if header is not None and is_stored and before and before != header.record.parent_id:
-                    self._store.disk.contents.link(header.record.block_id, before)  # where a splice begins
+            for i, ((before, _), header) in enumerate(zip(pairs, headers, strict=True)):
+                if header is not None and (block_id := header.record.block_id) in accepted:
+                    stored[i] = self._store.contains(block_id)
+                    if stored[i] and before and before != header.record.parent_id:
+                        self._store.disk.contents.link(block_id, before)  # where a splice begins
         return stored
 
-    def _have_ended(self, tickets: set[int]) -> bool:
-        """Whether these writes have ended. Call it with the lock."""
-        for one in self._store.collect():
-            if one.ticket in self._awaited:
-                self._ended[one.ticket] = one.ok
-        return tickets <= self._ended.keys()
-
-    def delete(self, block_ids: Sequence[BlockId]) -> None:
-        self.forget(block_ids, DELETE_S)
+    def _have_ended(self, block_ids: Collection[BlockId]) -> bool:
+        """Whether the writes of these have ended. Call it with the lock."""
+        self._store.collect()  # nobody here asks for a ticket's own end
+        return not any(map(self._store.is_writing, block_ids))
 
     # -- what its own process asks -----------------------------------------------------------------------------------
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
@@ -174,11 +206,6 @@ class OwnedDisk:
         self._housekeeper.join()
         self._parts.close()
 
-    @property
-    def _store_disk(self) -> DiskTier:
-        assert self._parts.disk is not None
-        return self._parts.disk
-
 
 def _checked(value: bytes, capacity_bytes: int) -> Header | None:
     """The header of a sound value that may be stored; None for any other."""
@@ -186,3 +213,21 @@ def _checked(value: bytes, capacity_bytes: int) -> Header | None:
     if header is None or header.codec is not Codec.RAW or not is_intact(value, header):
         return None
     return header if header.raw_bytes * LARGEST_BLOCK <= capacity_bytes else None
+
+
+def _flags(found: Sequence[bool]) -> list[bytes | memoryview]:
+    return [b"$%d\r\n%s\r\n" % (len(found), bytes(b"01"[one] for one in found))]
+
+
+def _is_there(connection: socket.socket) -> bool:
+    """Whether the other side has not closed its end."""
+    ends = select.poll()
+    ends.register(connection, 0)  # a hang-up is always reported
+    return not ends.poll(0)
+
+
+def _received(connection: socket.socket, buffers: Sequence[memoryview]) -> int:
+    num_bytes = connection.recv_into(buffers[0])
+    if not num_bytes:
+        raise ConnectionError("the connection was closed")
+    return num_bytes

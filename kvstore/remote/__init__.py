@@ -3,7 +3,6 @@
 Knows no tier above it and no request. Works alone, without an arena or torch.
 
 - `address`: a server's URL and what signs in there
-- `disk_owner`: answers the engines that share this process' disk
 - `kv_events`: routers are told which blocks this server holds
 - `names`: the fleet's secret, and the names that it gives to blocks
 - `object_address`: a bucket's or directory's URL, and what signs in there

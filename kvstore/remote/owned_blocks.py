@@ -48,7 +48,7 @@ class OwnedBlocks:
 
 
 class OwnedSession(RespSession):
-    """See `TierSession`. Commands are those of `kvstore.remote.disk_owner`."""
+    """See `TierSession`. Commands are those of `kvstore.owned_disk`."""
 
     def ask(self, chain: Chain) -> list[bool]:
         return self._flags("ASK", chain.ids)

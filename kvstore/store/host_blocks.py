@@ -85,6 +85,10 @@ class HostBlocks:
         """Whether the block is durable."""
         return self.disk.contents.contains(block_id)
 
+    def is_writing(self, block_id: BlockId) -> bool:
+        """Whether its write has not ended, and it was not given up."""
+        return self._memory.buffer_of(block_id) is not None
+
     def read(self, wanted: Expected, into: memoryview) -> int:
         """Begin a read. Returns its ticket."""
         ticket = self._begin()
