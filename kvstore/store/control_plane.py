@@ -490,4 +490,4 @@ def being_filled(store: KVStore) -> Iterator[int]:
     """Arena blocks that are being filled with blocks that have no id yet."""
     yield from store.saver.partial_arena_blocks()
     for step in store.steps.by_ticket.values():
-        yield from step.saves.written
+        yield from step.written

@@ -34,14 +34,18 @@ class Saving:
 
 
 @dataclass(slots=True)
-class SaveStep:
-    """The arena blocks of one step's saves."""
+class StepTransfers:
+    """The arena blocks that a step's transfers hold."""
 
+    loads: tuple[Load | StatePiece, ...] = ()
     saves: list[Save] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)  # each holds a reference for the step
-    complete: list[int] = field(default_factory=list)  # blocks that this step fills
-    num_unnamed: int = 0  # blocks that this step fills and that have no id yet
     states: list[StatePiece] = field(default_factory=list)  # that it saves instead of KV
+    written: list[int] = field(default_factory=list)  # by its saves; each holds a reference
+    complete: list[int] = field(default_factory=list)  # blocks that it fills
+    num_unnamed: int = 0  # blocks that it fills and that have no id yet
+    begun: bool = False  # the data plane has it, and will tell how it ends
+    has_saved: bool | None = None  # whether its saves succeeded, None until they have ended
+    is_garbage: bool = False  # it was computed after blocks that did not come
 
 
 @dataclass(eq=False)
@@ -63,9 +67,9 @@ class Saver:
         # Block id -> its parent: holes that a later request closes by computing them.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
         # Full blocks whose last token was not read from the device yet: step, request, index, arena block if saved.
-        self._unnamed: list[tuple[SaveStep, Tracked, int, int | None]] = []
+        self._unnamed: list[tuple[StepTransfers, Tracked, int, int | None]] = []
 
-    def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
+    def plan(self, spans: Sequence[StepSpan], may_save: bool, step: StepTransfers) -> None:
         """Choose arena blocks for the tokens of a step, noted in `step` as they are taken, so that an error leaks none.
 
         may_save: False if the queue is full, so that every new block is dropped.
@@ -75,7 +79,9 @@ class Saver:
             if request is not None:
                 self._plan_request(request, scheduled, span, may_save, step)
 
-    def _plan_request(self, request: Tracked, scheduled: int, span: StepSpan, may_save: bool, step: SaveStep) -> None:
+    def _plan_request(
+        self, request: Tracked, scheduled: int, span: StepSpan, may_save: bool, step: StepTransfers
+    ) -> None:
         size, end = self._block_size, span.first_token + span.num_tokens
         for index in range(span.first_token // size, (end - 1) // size + 1):
             first = max(span.first_token, index * size)
@@ -136,7 +142,7 @@ class Saver:
         """Where blocks are that are not full yet."""
         return (saving.partial[1] for saving in self._savings.values() if saving.partial is not None)
 
-    def _filled(self, request: Tracked, index: int, arena_block: int | None, step: SaveStep) -> None:
+    def _filled(self, request: Tracked, index: int, arena_block: int | None, step: StepTransfers) -> None:
         if arena_block is not None:
             self._complete(request, index, arena_block, step)
         elif index == self._savings[request].hole:
@@ -174,7 +180,7 @@ class Saver:
         self._drop(request, index)
         return None
 
-    def _complete(self, request: Tracked, index: int, arena_block: int, step: SaveStep) -> None:
+    def _complete(self, request: Tracked, index: int, arena_block: int, step: StepTransfers) -> None:
         """Make a block that this step fills findable, as PENDING. The request's reference becomes the step's."""
         self._savings[request].partial = None
         if not self._has_parent(request, index):  # evicted or deleted since the block was begun
@@ -189,7 +195,7 @@ class Saver:
             self._cpu.release(arena_block)
 
     def plan_state(
-        self, records: list[BlockRecord], row: int, conversation: Conversation | None, step: SaveStep
+        self, records: list[BlockRecord], row: int, conversation: Conversation | None, step: StepTransfers
     ) -> None:
         """Choose arena blocks for a state, all or none: see `StepsInFlight.plan_states`."""
         arena_blocks = [one for one in (self._cpu.reserve() for _ in records) if one is not None]
@@ -259,17 +265,6 @@ class Saver:
         return len(self._unsaved)
 
 
-@dataclass(slots=True)
-class StepTransfers:
-    """The arena blocks that a step's transfers hold."""
-
-    loads: tuple[Load | StatePiece, ...] = ()
-    saves: SaveStep = field(default_factory=SaveStep)
-    begun: bool = False  # the data plane has it, and will tell how it ends
-    has_saved: bool | None = None  # whether its saves succeeded, None until they have ended
-    is_garbage: bool = False  # it was computed after blocks that did not come
-
-
 class StepsInFlight:
     """landed: called with each arena block that became READY, whose reference it takes over."""
 
@@ -289,14 +284,14 @@ class StepsInFlight:
         # Registered before it holds anything, so that a step that is cut off in here can be dropped.
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers()
-        self._saver.plan(spans, may_save, step.saves)
+        self._saver.plan(spans, may_save, step)
         step.loads, self._next_loads = tuple(self._next_loads), []
-        if not step.loads and not step.saves.saves:
+        if not step.loads and not step.saves:
             del self.by_ticket[ticket]
             return None
         loads = tuple(load for load in step.loads if isinstance(load, Load))
         states = tuple(load for load in step.loads if isinstance(load, StatePiece))
-        return TransferPlan(loads, tuple(step.saves.saves), ticket, states)
+        return TransferPlan(loads, tuple(step.saves), ticket, states)
 
     def plan_states(
         self, states: Sequence[tuple[int, list[BlockRecord]]], conversation: Conversation | None
@@ -307,11 +302,11 @@ class StepsInFlight:
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers(begun=True)
         for row, records in states:
-            self._saver.plan_state(records, row, conversation, step.saves)
-        if not step.saves.states:
+            self._saver.plan_state(records, row, conversation, step)
+        if not step.states:
             del self.by_ticket[ticket]
             return None
-        return TransferPlan(ticket=ticket, states=tuple(step.saves.states))
+        return TransferPlan(ticket=ticket, states=tuple(step.states))
 
     def begun(self, ticket: int) -> None:
         """The data plane has the plan of this step. May be called without the lock."""
@@ -347,10 +342,10 @@ class StepsInFlight:
         A block that has no name yet holds up nobody: it follows when it is named.
         """
         for ticket, step in list(self.by_ticket.items()):
-            if step.loads or ((step.saves.saves or step.saves.states) and step.has_saved is None):
+            if step.loads or ((step.saves or step.states) and step.has_saved is None):
                 return
             self._end_saves(step, bool(step.has_saved) and not step.is_garbage)
-            if not step.saves.num_unnamed:
+            if not step.num_unnamed:
                 del self.by_ticket[ticket]
 
     def pop_failed_blocks(self) -> tuple[int, ...]:
@@ -367,7 +362,7 @@ class StepsInFlight:
             self._cpu.release(load.arena_block)
 
     def _end_saves(self, step: StepTransfers, succeeded: bool) -> None:
-        for arena_block in step.saves.complete:
+        for arena_block in step.complete:
             if self._cpu.state(arena_block) is not ArenaBlockState.PENDING:  # deleted meanwhile
                 self._cpu.release(arena_block)
             elif succeeded:
@@ -377,13 +372,13 @@ class StepsInFlight:
             else:
                 self._lose(arena_block)
                 self._cpu.release(arena_block)
-        for arena_block in step.saves.written:
+        for arena_block in step.written:
             if not succeeded and self._cpu.state(arena_block) is ArenaBlockState.EMPTY:
                 self._cpu.spoil(arena_block)
             elif not succeeded and self._cpu.state(arena_block) is ArenaBlockState.PENDING:
                 self._lose(arena_block)  # a later step has filled it
             self._cpu.release(arena_block)
-        step.saves.written, step.saves.complete = [], []
+        step.written, step.complete = [], []
 
     def _lose(self, arena_block: int) -> None:
         """An announced block will not come, nor will what later steps save behind it."""
@@ -392,7 +387,7 @@ class StepsInFlight:
         self._cpu.fail(arena_block)
         self._stats.dropped_saves += 1
         for step in self.by_ticket.values():
-            for other in step.saves.complete:
+            for other in step.complete:
                 record = self._cpu.record(other)
                 is_pending = self._cpu.state(other) is ArenaBlockState.PENDING
                 if record is not None and record.parent_id in lost and is_pending:
