@@ -24,9 +24,8 @@ from kvstore.disk.records import label
 from kvstore.errors import ConfigError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.policy.policies import POLICIES
-from kvstore.store.host_blocks import HostBlocks, open_host_parts
-from kvstore.store.parts import DiskParts, Housekeeper
-from kvstore.store.upkeep import TieredUpkeep
+from kvstore.store.host_blocks import HostBlocks
+from kvstore.store.parts import DiskParts, open_host_parts
 
 LEAST_CAPACITY_BYTES = 4 << 20  # below it LMDB has no room to move
 LARGEST_BLOCK = 8  # of the capacity; larger ones would leave too little for others
@@ -252,12 +251,11 @@ class _Upkept:
     def __init__(self, parts: DiskParts[HostBlocks], owner: str, opened: ExitStack) -> None:
         self.parts = parts
         self._owner = owner
-        self._upkeep = TieredUpkeep(parts, parts.store)
         opened.callback(parts.close)
         assert parts.directory is not None
         self._control = ControlServer(parts.directory, self._handle)
         opened.pop_all()
-        self._housekeeper = Housekeeper(parts)
+        parts.keep_house()
         self._is_closed = False
         leave_to_parent(self, "the store", _is_closed=True)
 
@@ -267,11 +265,11 @@ class _Upkept:
         if command == "stats":
             return self.stats()
         if command == "verify":
-            return {**self._upkeep.verify(request.delete), "set_aside": []}
+            return {**self.parts.verify(request.delete), "set_aside": []}
         if command == "compact":
-            return self._upkeep.compact(request.codec)
+            return self.parts.compact(request.codec)
         if command == "evict" and isinstance(request, EvictRequest) and request.session is None:
-            amounts, _ = self._upkeep.evict(request.selection(None))
+            amounts, _ = self.parts.evict(request.selection(None))
             on_disk = amounts["disk"]
             tiers = {"disk": {"blocks": on_disk.num_blocks, "bytes": on_disk.num_bytes}}
             return {"dry_run": request.dry_run, "tiers": tiers}
@@ -281,11 +279,11 @@ class _Upkept:
 
     def stats(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("hbm", "cpu", "sessions", "requests", "tokens"))
-        return {"model": self._owner, **nothing, **self._upkeep.stats()}
+        return {"model": self._owner, **nothing, **self.parts.stats()}
 
     def flush(self, timeout_s: float | None) -> bool:
         try:
-            self._upkeep.flush(timeout_s)
+            self.parts.flush(timeout_s)
         except StoreError:
             return False
         return True
@@ -296,5 +294,4 @@ class _Upkept:
         self._is_closed = True
         self._control.close()
         self.parts.drain()
-        self._housekeeper.join()
         self.parts.close()

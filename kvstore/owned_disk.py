@@ -30,9 +30,7 @@ from kvstore.disk.opening import OpeningDisk
 from kvstore.errors import StoreError
 from kvstore.remote.resp_replies import Replies
 from kvstore.remote.unix_server import UnixServer
-from kvstore.store.host_blocks import open_host_parts
-from kvstore.store.parts import Housekeeper
-from kvstore.store.upkeep import TieredUpkeep
+from kvstore.store.parts import open_host_parts
 from kvstore.tiers.port import FULL
 
 LARGEST_BLOCK = 4  # of the capacity
@@ -75,7 +73,7 @@ class OwnedDisk:
             self._parts = open_host_parts(disk, self._capacity_bytes, policy, RATES_NAME, None, tenant_bytes)
             opened.callback(self._parts.close)
             self._store, self._lock = self._parts.store, self._parts.lock
-            self.upkeep = TieredUpkeep(self._parts, self._store)
+            self.upkeep = self._parts
             self.path = owner_path(folder)
             try:
                 listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -86,7 +84,7 @@ class OwnedDisk:
             self._server = UnixServer("kvstore-owner", listener, self._serve)
             opened.pop_all()
         self._folder = folder
-        self._housekeeper = Housekeeper(self._parts)
+        self._parts.keep_house()
 
     # -- what engines ask, each in a thread of its own ---------------------------------------------------------------
     def _serve(self, connection: socket.socket) -> None:
@@ -203,7 +201,6 @@ class OwnedDisk:
         self._server.close()
         self._folder.remove()
         self._parts.drain()
-        self._housekeeper.join()
         self._parts.close()
 
 

@@ -13,7 +13,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `host_conversations`: whose blocks such a host writes and asks for
 - `host_memory`: the host's buffers, each until its block is written or given up
 - `parts`: the parts of a store, and the order in which they end; waiting for what worker threads do; the thread that
-  polls while nobody steps
+  polls while nobody steps; eviction by hand, checks, compaction; those of a disk alone, put together
 - `prefetch`: whose blocks are read next
 - `quantised`: which quantised copies a chain can begin with
 - `remote`: a believed tier, as the store sees it: questions, what is read from it, prompts that another server computes
@@ -25,7 +25,6 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `stored`: which of a chain's blocks the tiers hold, with the states behind them, and whose they are; reads in flight,
   and their urgency
 - `tiered`: the connector with tiers; one lock
-- `upkeep`: eviction by hand, checks, compaction
 - `write_back`: what is written next, what is evicted or deleted from disk, and what becomes of failed writes
 
 Decisions:

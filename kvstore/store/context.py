@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,6 +10,7 @@ from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 
 C_co = TypeVar("C_co", covariant=True)
+Stage = Callable[[], Iterable[Hashable]]  # names what is in flight at one point: see `kvstore.store.parts.Fence`
 
 
 @dataclass(frozen=True, slots=True)

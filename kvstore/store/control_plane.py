@@ -17,9 +17,8 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed, BelievedContents
-from kvstore.store.context import Identity, StoreContext
+from kvstore.store.context import Identity, Stage, StoreContext
 from kvstore.store.deletion import Deletion
-from kvstore.store.parts import Stage
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Requests, Tracked, Wanted

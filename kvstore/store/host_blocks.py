@@ -6,7 +6,6 @@ Control plane, one thread. A job's memory is the host's: blocks are written from
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
@@ -15,23 +14,20 @@ from functools import partial
 from kvstore.blocks.ids import BlockId, with_quantised
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, Expected, Finished, ReadResult
 from kvstore.disk.format import WriteError
-from kvstore.disk.opening import OpenDisk, OpeningDisk
+from kvstore.disk.opening import OpenDisk
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.context import StoreContext
-from kvstore.store.history import Learned
+from kvstore.store.context import Stage, StoreContext
 from kvstore.store.host_conversations import HostConversations
 from kvstore.store.host_memory import HostMemory, Lent
-from kvstore.store.parts import DiskParts, Stage, StoreProgress
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import AS_HINT, ReadDone, ReadJob, TaskDone, WriteDone
 from kvstore.tiers.queues import Task
-from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
+from kvstore.tiers.worker import TierWorker
 
 MAX_PREFETCHING = 1 << 12  # blocks
 MAX_WRITE_BYTES = 256 << 20  # that wait or are being written
-USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations; blocks may have any size
 NO_ROOM = {WriteError.MAP_FULL, WriteError.NO_SPACE}
 REASONS = {
     ReadResult.OK: "", ReadResult.MISSING: "missing", ReadResult.CORRUPT: "damaged",
@@ -272,22 +268,3 @@ class HostBlocks:
         """Assert that counts agree; with `idle`, that nothing is held."""
         self._memory.check_integrity(idle)
         assert not idle or not self._since, f"{len(self._since)} tickets have not ended while idle"
-
-
-def open_host_parts(
-    opening: OpeningDisk, capacity_bytes: int, policy: str, name: str, roots: Container[BlockId] | None,
-    tenant_bytes: int | None = None,
-) -> DiskParts[HostBlocks]:  # fmt: skip
-    """opening: is closed with the parts; not if this raises. name: under which the rates of its reads are remembered.
-    roots, tenant_bytes: see `HostBlocks`.
-    """
-    clock, stats, progress = time.time, StoreStats(), StoreProgress()
-    learned = Learned(opening.directory.path, name, stats)
-    steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
-    stats.policy_file_errors += steering.state_was_bad
-    planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
-    learned.restore(planner)
-    disk = opening.join()
-    io = TierWorker("disk", disk.tier, progress.wake, WorkerLimits(batch_bytes=min(BATCH_BYTES, capacity_bytes // 32)))
-    store = HostBlocks(disk, io, steering, planner, stats, clock, roots, tenant_bytes)
-    return DiskParts(opening.directory, threading.RLock(), progress, store, disk.tier, io, learned)

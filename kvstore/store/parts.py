@@ -1,5 +1,5 @@
-"""The parts of a store with tiers, put together by `assembly`: what wakes those who wait for its worker threads, the
-thread that polls it while nobody steps, and the order in which the parts end.
+"""The parts of a store with tiers: what wakes those who wait for its worker threads, the thread that polls it while
+nobody steps, what an operator asks of it, and the order in which the parts end. Puts together those of a disk alone.
 """
 
 from __future__ import annotations
@@ -7,20 +7,30 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import Evict, Evicted
 from kvstore.disk import env as disk_env
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.tier import DiskTier
+from kvstore.errors import DegradedError, StoreError
+from kvstore.forks import leave_to_parent
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.context import Stage
+from kvstore.store.deletion import Deletion
 from kvstore.store.history import Learned
-from kvstore.store.write_back import WriteBack
-from kvstore.tiers.worker import TierWorker
+from kvstore.store.host_blocks import HostBlocks
+from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
+
+if TYPE_CHECKING:
+    from kvstore.store.control_plane import KVStore
 
 DRAIN_S = 5.0  # how long to wait for work in flight when the store is closed
 REST_S = 0.05  # between two rounds; a step that runs meanwhile collects by itself
@@ -28,8 +38,8 @@ ROUND_S = 0.25  # the longest pause between rounds, for writes that are to be tr
 TOUCHED_S = 2.0  # how often times of last use are handed to the writer
 LOOK_S = 0.5  # how often the store's files are looked for
 LEARNED_S = 60.0  # how often what was learned is written
-
-Stage = Callable[[], Iterable[Hashable]]
+USUAL_BLOCK_BYTES = 128 << 10  # to size what a host's disk remembers of conversations; its blocks may have any size
+S = TypeVar("S", bound="KVStore | HostBlocks")
 
 
 class StoreProgress:
@@ -82,56 +92,31 @@ class Fence:
         return True
 
 
-class ControlPlane(Protocol):
-    """A store's work between its users' calls (`control_plane.KVStore`, `host_blocks.HostBlocks`)."""
-
-    stats: StoreStats
-    steering: Steering
-    planner: Planner
-
-    @property
-    def disk(self) -> WriteBack | None: ...
-
-    @property
-    def is_idle(self) -> bool: ...
-
-    def stages(self) -> Sequence[Stage]:
-        """What is in flight, or waits to be written, in the order in which it goes on: see `Fence`."""
-        ...
-
-    def poll(self) -> bool: ...
-
-    def as_dict(self) -> dict[str, object]: ...
-
-    def finish(self) -> None: ...
-
-    def check_integrity(self, idle: bool) -> None: ...
-
-
-S = TypeVar("S", bound=ControlPlane)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class DiskParts(Generic[S]):
-    """lock: the control plane's; callers of `store` hold it. disk, directory: None without a disk."""
+    """See `kvstore.store.seam.Upkeep`. lock: the control plane's; callers of `store` hold it. deletion: what evicts and
+    deletes by hand. disk, directory: None without a disk.
+    """
 
     directory: StoreDirectory | None
     lock: AbstractContextManager[Any]
     progress: StoreProgress
     store: S
+    deletion: Deletion | HostBlocks
     disk: DiskTier | None
     io: TierWorker
     learned: Learned
+
+    def __post_init__(self) -> None:
+        self.housekeeping: threading.Thread | None = None
+        leave_to_parent(self, "the store")
 
     @property
     def degraded(self) -> str | None:
         """Why nothing can be written to disk; None if it can."""
         return None if self.store.disk is None else self.store.disk.health.error
 
-    def as_dict(self) -> dict[str, object]:
-        """Gauges and counters. lost: what has become of the store's files; None while they are there."""
-        return {**self.store.as_dict(), "lost": None if self.directory is None else self.directory.loss()}
-
+    # -- waiting -----------------------------------------------------------------------------------------------------
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float | None) -> bool:
         """Poll until it is so, and let no batch of writes wait to become full. Returns False after the timeout, or when
         the store was closed.
@@ -149,18 +134,110 @@ class DiskParts(Generic[S]):
             self.progress.wait(seen, 0.05)
         return False
 
-    def wait_for_flight(self, timeout_s: float | None) -> bool:
-        """Wait until all that is in flight now has ended, or the disk cannot be written. Returns False after the
-        timeout, or when the store was closed.
-        """
+    # -- what an operator asks ---------------------------------------------------------------------------------------
+    def stats(self) -> dict[str, object]:
+        """Gauges and counters. lost: what has become of the store's files; None while they are there."""
+        with self.lock:
+            return {**self.store.as_dict(), "lost": None if self.directory is None else self.directory.loss()}
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        with self.lock:
+            self.store.poll()
+            return self.deletion.evict(what)
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
+        deletion = self.deletion
+        with self.lock:
+            found = deletion.forget(block_ids)
+        self.wait_until(lambda: deletion.is_forgotten(found) or deletion.cannot_forget(found), timeout_s)
+        with self.lock:
+            return frozenset(found), deletion.is_forgotten(found)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """See `Upkeep`. timeout_s: raises StoreError if it takes longer."""
         with self.lock:
             self.store.poll()
             fence = Fence(self.store.stages())
-        return self.wait_until(lambda: self.degraded is not None or fence.has_ended(), timeout_s)
+        has_ended = self.wait_until(lambda: self.degraded is not None or fence.has_ended(), timeout_s)
+        if self.progress.closed:
+            raise StoreError("the store was closed; what was not on disk by then is computed again")
+        if self.degraded is not None:
+            raise DegradedError(f"the disk tier cannot write: {self.degraded}; what is in memory is kept and retried")
+        if not has_ended:
+            raise StoreError(f"what is written is not on disk after {timeout_s:g} s")
+        if self.disk is not None:
+            self.disk.sync()
+
+    def verify(self, delete: bool = False) -> dict[str, object]:
+        if self.disk is None or self.store.disk is None:
+            return {}
+        report = self.disk.verify()
+        if delete and report.bad_ids:
+            with self.lock:
+                for block_id in report.bad_ids:
+                    self.store.disk.delete_tree(block_id)
+        return report.as_dict()
+
+    def compact(self, codec: str | None = None) -> dict[str, object]:
+        if self.disk is None or self.store.disk is None:
+            return {}
+        report = self.disk.compact(codec)
+        for entries in self.disk.scan() if codec is not None else ():
+            with self.lock:
+                for entry in entries:
+                    self.store.disk.contents.index.resize(entry.block_id, entry.stored_bytes)
+        return report.as_dict()
+
+    def check_integrity(self, idle: bool) -> None:
+        if idle:
+            self.wait_until(lambda: self.store.is_idle, 10.0)
+        with self.lock:
+            self.store.check_integrity(idle)
+
+    # -- while nobody steps ------------------------------------------------------------------------------------------
+    def keep_house(self) -> None:
+        """Start the thread that polls the store while nobody steps its engine, so that writes go on between turns. It
+        also checks that the store's files are still there, and writes what was learned. It ends with `drain`.
+        """
+        self.housekeeping = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
+        self.housekeeping.start()
+
+    def _keep_house(self) -> None:
+        seen = 0
+        touched_s = learned_s = looked_s = time.monotonic()
+        while not self.progress.closed:
+            seen = self.progress.wait(seen, ROUND_S)
+            time.sleep(REST_S)
+            if time.monotonic() - looked_s > LOOK_S:
+                self._look_for_files()
+                looked_s = time.monotonic()
+            with self.lock:
+                try:
+                    self.store.poll()
+                    if self.store.disk is not None and time.monotonic() - touched_s > TOUCHED_S:
+                        self.store.disk.persist_touched()
+                        touched_s = time.monotonic()
+                except Exception:  # the top of a thread: without this, nothing more would be written between turns
+                    self.store.stats.housekeeping_errors += 1
+            self.learned.write_history(self.lock)
+            if time.monotonic() - learned_s > LEARNED_S:
+                self.write_learned()
+                learned_s = time.monotonic()
+
+    def _look_for_files(self) -> None:
+        """Check that whoever opens the store next will find what is written."""
+        if self.directory is None:
+            return
+        if self.disk is not None:
+            self.disk.file.look()
+        if self.store.disk is not None and (loss := self.directory.loss()) is not None:
+            self.store.disk.health.error = loss
+        disk_env.tell_losses(self.directory.path)
 
     def write_learned(self) -> None:
         self.learned.write(self.store.steering, self.store.planner, self.lock)
 
+    # -- the end -----------------------------------------------------------------------------------------------------
     def drain(self) -> None:
         """Finish writes in flight, within DRAIN_S. After that, nobody waits for progress any more."""
         self.write_learned()
@@ -168,6 +245,8 @@ class DiskParts(Generic[S]):
             self.store.finish()
         self.wait_until(lambda: self.store.is_idle or self.degraded is not None, DRAIN_S)
         self.progress.close()
+        if self.housekeeping is not None:
+            self.housekeeping.join(DRAIN_S)
 
     def close(self) -> None:
         """Release files and memory, after `drain`."""
@@ -179,53 +258,20 @@ class DiskParts(Generic[S]):
             self.directory.close()
 
 
-class Housekeeper:
-    """The thread that polls a store while nobody steps its engine, so that writes go on between turns. It also checks
-    that the store's files are still there, and writes what was learned.
-
-    Starts at once. Ends when the parts' progress is closed."""
-
-    def __init__(self, parts: DiskParts[Any]) -> None:
-        self._parts = parts
-        self._thread = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join(DRAIN_S)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def _keep_house(self) -> None:
-        parts, seen = self._parts, 0
-        touched_s = learned_s = looked_s = time.monotonic()
-        while not parts.progress.closed:
-            seen = parts.progress.wait(seen, ROUND_S)
-            time.sleep(REST_S)
-            if time.monotonic() - looked_s > LOOK_S:
-                self._look_for_files()
-                looked_s = time.monotonic()
-            with parts.lock:
-                try:
-                    parts.store.poll()
-                    if parts.store.disk is not None and time.monotonic() - touched_s > TOUCHED_S:
-                        parts.store.disk.persist_touched()
-                        touched_s = time.monotonic()
-                except Exception:  # the top of a thread: without this, nothing more would be written between turns
-                    parts.store.stats.housekeeping_errors += 1
-            parts.learned.write_history(parts.lock)
-            if time.monotonic() - learned_s > LEARNED_S:
-                parts.write_learned()
-                learned_s = time.monotonic()
-
-    def _look_for_files(self) -> None:
-        """Check that whoever opens the store next will find what is written."""
-        parts = self._parts
-        if parts.directory is None:
-            return
-        if parts.disk is not None:
-            parts.disk.file.look()
-        if parts.store.disk is not None and (loss := parts.directory.loss()) is not None:
-            parts.store.disk.health.error = loss
-        disk_env.tell_losses(parts.directory.path)
+def open_host_parts(
+    opening: OpeningDisk, capacity_bytes: int, policy: str, name: str, roots: Container[BlockId] | None,
+    tenant_bytes: int | None = None,
+) -> DiskParts[HostBlocks]:  # fmt: skip
+    """opening: is closed with the parts; not if this raises. name: under which the rates of its reads are remembered.
+    roots, tenant_bytes: see `HostBlocks`.
+    """
+    clock, stats, progress = time.time, StoreStats(), StoreProgress()
+    learned = Learned(opening.directory.path, name, stats)
+    steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
+    stats.policy_file_errors += steering.state_was_bad
+    planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
+    learned.restore(planner)
+    disk = opening.join()
+    io = TierWorker("disk", disk.tier, progress.wake, WorkerLimits(batch_bytes=min(BATCH_BYTES, capacity_bytes // 32)))
+    store = HostBlocks(disk, io, steering, planner, stats, clock, roots, tenant_bytes)
+    return DiskParts(opening.directory, threading.RLock(), progress, store, store, disk.tier, io, learned)

@@ -21,8 +21,7 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed, BelievedContents
-from kvstore.store.context import StoreContext
-from kvstore.store.parts import Stage
+from kvstore.store.context import Stage, StoreContext
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Tracked

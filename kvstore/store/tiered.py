@@ -15,18 +15,17 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer
 from kvstore.stats import Losses
 from kvstore.store.control_plane import KVStore
-from kvstore.store.parts import DRAIN_S, DiskParts, Housekeeper
+from kvstore.store.parts import DRAIN_S, DiskParts
 from kvstore.store.quantised import find_copies
 from kvstore.store.requests import tracked
 from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
-from kvstore.store.upkeep import TieredUpkeep
 
 if TYPE_CHECKING:
     from kvstore.memory.ranked import DataPlane, RankedTransfer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class StoreParts(DiskParts[KVStore]):
     """The parts of a store with memory between HBM and the disk. They end like DiskParts, `transfer` before and `arena`
     after those.
@@ -38,8 +37,15 @@ class StoreParts(DiskParts[KVStore]):
     transfer: DataPlane | RankedTransfer
     holdings: Holdings | None = None
 
-    def as_dict(self) -> dict[str, object]:
-        return {**DiskParts.as_dict(self), "load_seconds": self.transfer.load_seconds.as_dict()}
+    def stats(self) -> dict[str, object]:
+        return {**DiskParts.stats(self), "load_seconds": self.transfer.load_seconds.as_dict()}
+
+    def share(self, chain: Sequence[BlockId], timeout_s: float) -> int:
+        if (remote := self.store.remote) is None:
+            return 0
+        self.wait_until(lambda: not remote.is_sharing(chain), timeout_s)
+        with self.lock:
+            return remote.num_shared(chain)
 
 
 class TieredConnector:
@@ -51,7 +57,7 @@ class TieredConnector:
         self.fingerprint = bytes.fromhex(fingerprint)
         self.root_secret = parts.secret
         self.hbm_order = parts.store.steering.order("hbm")
-        self.upkeep: Upkeep = TieredUpkeep(parts, parts.store.deletion)
+        self.upkeep: Upkeep = parts
         self.holdings = parts.holdings
         self.hbm_losses: Losses | None = None
         self.register_kv_caches = parts.transfer.register
@@ -59,7 +65,7 @@ class TieredConnector:
         self.save_kv_layer = parts.transfer.save_kv_layer
         self._num_seen = 0
         self._closed = False
-        self._housekeeper = Housekeeper(parts)
+        parts.keep_house()
         leave_to_parent(self, "the store", _closed=True)
 
     # -- scheduler side ----------------------------------------------------------------------------------------------
@@ -205,7 +211,6 @@ class TieredConnector:
         self.parts.transfer.close()
         self.parts.drain()
         self._closed = True
-        self._housekeeper.join()
         remote = self.parts.store.remote
         has_ended = remote is None or remote.close(DRAIN_S)
         self.parts.close()

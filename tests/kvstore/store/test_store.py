@@ -104,7 +104,7 @@ def test_the_housekeeper_survives_an_error_which_is_counted(engine, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(engine.connector.parts.store.disk, "pump", fail)
         wait_until(lambda: counters(engine)["housekeeping_errors"] >= 2)
-    assert engine.connector._housekeeper.is_alive
+    assert engine.connector.parts.housekeeping.is_alive()
     ask(engine, tokens(4, 100))
     wait_until(lambda: engine.stats()["disk"]["blocks"] == BLOCKS)
 
@@ -135,7 +135,7 @@ def test_a_damaged_file_that_cannot_be_put_aside_is_tried_again_later(engine, mo
         disk.file.broken = True
         wait_until(lambda: len(tries) >= 2)
         assert tries[1] - tries[0] > 0.4 and disk.file.broken and "put aside" in engine.stats()["disk"]["degraded"]
-        assert counters(engine)["housekeeping_errors"] == 0 and engine.connector._housekeeper.is_alive
+        assert counters(engine)["housekeeping_errors"] == 0 and engine.connector.parts.housekeeping.is_alive()
         engine.loop.pool.evict_all()
         assert ask(engine, tokens(5, 100)).token_ids == expected
     wait_until(lambda: not disk.file.broken)
