@@ -10,11 +10,10 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,12 +54,6 @@ class PrefillDone:
     num_blocks: int
 
 
-def connected(address: PrefillAddress) -> http.client.HTTPConnection:
-    """A connection that opens itself when something is sent."""
-    kind = http.client.HTTPSConnection if address.tls else http.client.HTTPConnection
-    return kind(address.host, address.port)
-
-
 class _Refused(Exception):
     """The server answered, but not with success."""
 
@@ -78,8 +71,7 @@ class PrefillServer:
     def __init__(self, address: PrefillAddress, key: bytes, fingerprint: str, on_progress: Callable[[], None]) -> None:
         self.address, self.health, self.counts = address, TierHealth(), Counts(("computed", "blocks"), ("seconds",))
         self._key, self._fingerprint, self._on_progress = key.hex(), fingerprint, on_progress
-        self._local = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []  # of all threads
+        self._connections = set[http.client.HTTPConnection]()  # in use; one for each prompt, which takes seconds
         self._done: deque[PrefillDone] = deque()
         self._num_waiting = 0  # prompts that were not polled yet
         self._is_probing = self._closing = False
@@ -134,8 +126,7 @@ class PrefillServer:
             if connection.sock is not None:
                 with suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
-        for connection in self._connections if self._worker.close(timeout_s) else ():
-            connection.close()
+        self._worker.close(timeout_s)
 
     # -- threads -----------------------------------------------------------------------------------------------------
     def _run(self, name: BlockId, prompt: PrefillJob, until_s: float) -> None:
@@ -179,32 +170,21 @@ class PrefillServer:
 
     def _post(self, body: bytes, until_s: float) -> Mapping[str, int]:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        is_old = connection is not None and connection.sock is not None
-        if connection is None:
-            connection = self._local.connection = connected(self.address)
-            self._connections.append(connection)
-        try:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            connection.timeout = left_s
-            if connection.sock is None:
-                connection.connect()
-            connection.sock.settimeout(left_s)
-            if self._closing:  # since it was connected
-                raise ConnectionAbortedError("this server is closing")
-            connection.request("POST", self.address.base + PATH, body, headers)
-            reply = connection.getresponse()
-            status, said = reply.status, reply.read(MAX_ANSWER_BYTES)
-        except (http.client.RemoteDisconnected, ConnectionError):
-            connection.close()
-            if is_old:  # it was closed because nothing was said for long
-                return self._post(body, until_s)
-            raise
-        except Exception:
-            connection.close()
-            raise
+        kind = http.client.HTTPSConnection if self.address.tls else http.client.HTTPConnection
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        with closing(kind(self.address.host, self.address.port, timeout=left_s)) as connection:
+            connection.connect()
+            self._connections.add(connection)
+            try:
+                if self._closing:  # since it was connected
+                    raise ConnectionAbortedError("this server is closing")
+                connection.request("POST", self.address.base + PATH, body, headers)
+                reply = connection.getresponse()
+                status, said = reply.status, reply.read(MAX_ANSWER_BYTES)
+            finally:
+                self._connections.discard(connection)
         answer = json.loads(said)
         if status != 200:
             error = answer.get("error") or {}

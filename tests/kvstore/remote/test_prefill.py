@@ -18,15 +18,14 @@ TOKENS = list(range(1, 33))
 class Other(ThreadingHTTPServer):
     """said: prompts that came. answers: what the next ones get, (status, body); else the number of blocks.
 
-    speaks: cleared, prompts are not answered. hangs_up: it closes each connection after its answer, untold.
-    is_up: what it answers to probes.
+    speaks: cleared, prompts are not answered. is_up: what it answers to probes.
     """
 
     daemon_threads, request_queue_size = True, 64
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.said, self.answers, self.speaks, self.hangs_up = [], [], threading.Event(), False
+        self.said, self.answers, self.speaks = [], [], threading.Event()
         self.num_probes, self.is_up = 0, True
         self.speaks.set()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -56,7 +55,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
-        self.close_connection = self.server.hangs_up
 
     def log_message(self, *_):
         pass
@@ -105,13 +103,6 @@ def test_a_prompt_is_computed_there(other, asked):
         "computed": 1, "blocks": 2, "failures": {},
     }  # fmt: skip
     assert asked.as_dict()["seconds"]["sum"] > 0
-
-
-def test_a_connection_that_was_closed_meanwhile_is_opened_again(other, asked):
-    other.hangs_up = True
-    for _ in range(3 * 16):  # each thread more than once
-        assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
-    assert failures(asked) == {}
 
 
 def test_a_prompt_that_is_refused_says_nothing_about_others(other, asked):
