@@ -7,27 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult
-from kvstore.disk.codec import encode_head
 from kvstore.remote.address import RedisAddress
-from kvstore.remote.redis_blocks import ASK_S, RespSession
+from kvstore.remote.redis_blocks import ASK_S, RespSession, Value, put_missing
 from kvstore.remote.resp import RespClient
 from kvstore.remote.resp_replies import ErrorReply
-from kvstore.tiers.port import (
-    CHAIN_BATCH_BYTES,
-    GONE,
-    Chain,
-    Keeps,
-    ReadJob,
-    Stored,
-    TierSession,
-    WriteBatch,
-    WriteJob,
-    Written,
-)
+from kvstore.tiers.port import Chain, Keeps, ReadJob, Stored, TierSession, WriteBatch, Written
 
 PUT_S = 30.0  # until a batch is durable: only the thread that stores waits for it
 
@@ -64,38 +53,22 @@ class OwnedSession(RespSession):
     def write(self, batch: WriteBatch) -> Written:
         if batch.deletes:
             self._client.call("DEL", *batch.deletes, timeout_s=PUT_S)
-        return Written([] if batch.chain is None else self._put(batch.chain, batch.jobs))
+        if batch.chain is None:
+            return Written()
+        there = self._flags("HAS", [job.record.block_id for job in batch.jobs])
+        return Written(put_missing(batch.jobs, there, partial(self._store, batch.chain)))
 
-    def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
-        there = self._flags("HAS", [job.record.block_id for job in jobs])
-        results: list[Stored] = []
-        batch: list[tuple[BlockId, bytes, bytes]] = []
-        size = 0
-        for job, is_there in zip(jobs, there, strict=True):
-            if is_there:
-                results.append(Stored(job.record.block_id))
-            elif (payload := job.fetch()) is None:
-                results.append(Stored(job.record.block_id, GONE))
-            else:
-                before = chain.ids[job.index - 1] if job.index else job.record.parent_id if job.record.is_state else b""
-                batch.append((job.record.block_id, before, encode_head(job.record, payload) + bytes(payload)))
-                size += payload.nbytes
-            if size >= CHAIN_BATCH_BYTES:
-                results += self._store(batch)
-                batch, size = [], 0
-        return results + self._store(batch)
-
-    def _store(self, batch: Sequence[tuple[BlockId, bytes, bytes]]) -> list[Stored]:
-        if not batch:
-            return []
+    def _store(self, chain: Chain, values: Sequence[Value]) -> list[Stored]:
         command: list[str | bytes] = ["PUT"]
-        for _, before, value in batch:
+        for job, value in values:
+            before = chain.ids[job.index - 1] if job.index else job.record.parent_id if job.record.is_state else b""
             command += (before, value)
         (reply,) = self._client.pipeline([command], timeout_s=PUT_S)
-        if not isinstance(reply, bytes) or len(reply) != len(batch):
+        if not isinstance(reply, bytes) or len(reply) != len(values):
             why = reply.code if isinstance(reply, ErrorReply) else "no answer to it"
-            return [Stored(block_id, why) for block_id, _, _ in batch]
+            return [Stored(job.record.block_id, why) for job, _ in values]
+        flags = [flag == ord("1") for flag in reply]
         return [
-            Stored(block_id, None, len(value)) if flag == ord("1") else Stored(block_id, "refused")
-            for (block_id, _, value), flag in zip(batch, reply, strict=True)
+            Stored(job.record.block_id, None if is_stored else "refused", len(value) if is_stored else 0)
+            for (job, value), is_stored in zip(values, flags, strict=True)
         ]

@@ -7,7 +7,7 @@ what to evict (`maxmemory-policy volatile-ttl`): what expires soonest, which is 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,12 +20,23 @@ from kvstore.remote.address import RedisAddress
 from kvstore.remote.names import BlockNames
 from kvstore.remote.resp import RespClient
 from kvstore.remote.resp_replies import ErrorReply, Landed, Reply
-from kvstore.tiers.port import GONE, Chain, Keeps, ReadJob, Stored, TierSession, WriteBatch, WriteJob, Written
+from kvstore.tiers.port import (
+    CHAIN_BATCH_BYTES,
+    GONE,
+    Chain,
+    Keeps,
+    ReadJob,
+    Stored,
+    TierSession,
+    WriteBatch,
+    WriteJob,
+    Written,
+)
 
 ASK_S, TRANSFER_S = 2.0, 4.0  # deadlines of a pipeline with small answers, and with values; no request waits this long
-PIPELINE_BYTES = 4 << 20
 PIPELINE_KEYS = 4096
 TAIL_SHARE = 10  # heads live longer than tails, by up to one such part
+Value = tuple[WriteJob, bytes]  # a block to be stored: header and payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,24 @@ class RespSession:
 
     def close(self) -> None:
         self._client.close()
+
+
+def put_missing(
+    jobs: Sequence[WriteJob], there: Sequence[bool], store: Callable[[Sequence[Value]], list[Stored]]
+) -> list[Stored]:
+    """Store those blocks that are not there, some megabytes at a time. there: of each job."""
+    results, values, size = list[Stored](), list[Value](), 0
+    for job, is_there in zip(jobs, there, strict=True):
+        payload = None if is_there else job.fetch()
+        if payload is None:
+            results.append(Stored(job.record.block_id, None if is_there else GONE))
+            continue
+        values.append((job, encode_head(job.record, payload) + payload))
+        size += payload.nbytes
+        if size >= CHAIN_BATCH_BYTES:
+            results += store(values)
+            values, size = [], 0
+    return results + (store(values) if values else [])
 
 
 def _result(reply: Reply, job: ReadJob) -> ReadResult:
@@ -109,36 +138,21 @@ class RedisSession(RespSession):
 
     def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
         begun_s, there = time.monotonic(), self.ask(chain)
-        results: list[Stored] = []
-        batch: list[tuple[BlockId, tuple[str | bytes | memoryview | int, ...], int]] = []
-        size = 0
-        for job in jobs:
-            block_id = job.record.block_id
-            if there[job.index]:
-                results.append(Stored(block_id))
-                continue
-            payload = job.fetch()
-            if payload is None:
-                results.append(Stored(block_id, GONE))
-                continue
-            value = encode_head(job.record, payload) + payload
-            # Counted from the beginning: however long this takes, a tail expires before its head.
-            left_ms = max(1, self._ttl_ms(chain.behind + job.index) - int(1000 * (time.monotonic() - begun_s)))
-            batch.append((block_id, ("SET", self._names.of(block_id), value, "PX", left_ms), len(value)))
-            size += len(value)
-            if size >= PIPELINE_BYTES:
-                results += self._set(batch)
-                batch, size = [], 0
-        return results + self._set(batch)
 
-    def _set(self, batch: Sequence[tuple[BlockId, tuple[str | bytes | memoryview | int, ...], int]]) -> list[Stored]:
-        if not batch:
-            return []
-        replies = self._client.pipeline([command for _, command, _ in batch], timeout_s=TRANSFER_S)
-        return [
-            Stored(one, None, size) if reply == b"OK" else Stored(one, getattr(reply, "code", "no OK"))
-            for (one, _, size), reply in zip(batch, replies, strict=True)
-        ]
+        def store(values: Sequence[Value]) -> list[Stored]:
+            # Counted from the beginning: however long this takes, a tail expires before its head.
+            late_ms, commands = int(1000 * (time.monotonic() - begun_s)), []
+            for job, value in values:
+                left_ms = max(1, self._ttl_ms(chain.behind + job.index) - late_ms)
+                commands.append(("SET", self._names.of(job.record.block_id), value, "PX", left_ms))
+            replies = self._client.pipeline(commands, timeout_s=TRANSFER_S)
+            errors = [None if reply == b"OK" else getattr(reply, "code", "no OK") for reply in replies]
+            return [
+                Stored(job.record.block_id, error, 0 if error else len(value))
+                for (job, value), error in zip(values, errors, strict=True)
+            ]
+
+        return put_missing(jobs, [there[job.index] for job in jobs], store)
 
     def _delete(self, block_ids: Sequence[BlockId]) -> None:
         for start in range(0, len(block_ids), PIPELINE_KEYS):
