@@ -32,20 +32,21 @@ class CpuTier:
     """Arena blocks 0 .. num_arena_blocks - 1. Each is written only while not READY, and reused only when not held.
 
     erase: overwrite the bytes of these arena blocks (after a deletion). keep: False makes the arena a staging area,
-    which forgets a block when the last holder releases it. order: the order of conversations on this tier. holdings:
-    where it reports what can be loaded. losses: where it notes what it gives up; None where a disk has that.
+    which forgets a block when the last holder releases it, and calls on_free with its arena block. order: the order of
+    conversations on this tier. holdings: where it reports what can be loaded. losses: where it notes what it gives up;
+    None where a disk has that.
     """
 
     def __init__(
         self, num_arena_blocks: int, erase: Callable[[Sequence[int]], None] = lambda _: None, keep: bool = True,
         order: EvictionOrder | None = None, clock: Callable[[], float] = time.time, holdings: Holdings | None = None,
-        losses: Losses | None = None,
+        losses: Losses | None = None, on_free: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         on_gone = [] if holdings is None else [partial(holdings.gone, Place.CPU)]
         on_gone += [] if losses is None else [partial(losses.note, "evicted", "cpu")]
         self.pool = BlockPool(num_arena_blocks, order, on_gone)
         self.keep = keep
-        self._holdings = holdings
+        self._holdings, self._on_free = holdings, on_free
         self.num_removed = 0  # READY blocks that were given up for other reasons than room
         self._erase = erase
         self._clock = clock
@@ -139,8 +140,10 @@ class CpuTier:
     def release(self, arena_block: int) -> None:
         """Give back one reference."""
         self.pool.release((arena_block,))
-        if not self.keep and self.pool.is_free(arena_block) and self.is_current(arena_block):
-            self.fail(arena_block)
+        if not self.keep and self.pool.is_free(arena_block):
+            if self.is_current(arena_block):
+                self.fail(arena_block)
+            self._on_free(arena_block)
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
         """These blocks, head first, were used just now. The time is noted at the last one: the others stay with it.

@@ -11,7 +11,6 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
   reads and writes, and what is read ahead for it
 - `host_conversations`: whose blocks such a host writes and asks for
-- `host_memory`: the host's buffers, each until its block is written or given up
 - `parts`: the parts of a store, and the order in which they end; waiting for what worker threads do; the thread that
   polls while nobody steps; eviction by hand, checks, compaction; those of a disk alone, put together
 - `prefetch`: whose blocks are read next

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
+from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 
-C_co = TypeVar("C_co", covariant=True)
 Stage = Callable[[], Iterable[Hashable]]  # names what is in flight at one point: see `kvstore.store.parts.Fence`
 
 
 @dataclass(frozen=True, slots=True)
-class StoreContext(Generic[C_co]):
-    """What the parts of one store share. cpu: the memory above its disk. view: the bytes of an arena block."""
+class StoreContext:
+    """What the parts of one store share. view: the bytes of an arena block."""
 
-    cpu: C_co
+    cpu: CpuTier
     view: Callable[[int], memoryview]
     steering: Steering
     stats: StoreStats

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from kvstore.blocks.ids import BlockId, Lineage, quantised_id
 from kvstore.blocks.records import BlockRecord, Loss, SplicedState, TransferPlan, Transferred
-from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed, BelievedContents
@@ -171,7 +170,7 @@ class KVStore:
     """
 
     def __init__(
-        self, context: StoreContext[CpuTier], planner: Planner, identity: Identity, io: TierWorker,
+        self, context: StoreContext, planner: Planner, identity: Identity, io: TierWorker,
         transfers: Transfers, copy: Callable[[Sequence[Piece], Sequence[SplicedState]], None],
         disk: WriteBack | None,
         remote: RemoteSource | None = None,
@@ -391,7 +390,7 @@ class KVStore:
         if not self.splicer.start(planned.blocks, conversation):
             return None
         if self.disk is not None and is_new and run.first:
-            self.disk.note_splice(self.cpu.arena_block_of, *planned.chain[run.first - 1 : run.first + 1])
+            self.disk.note_splice(*planned.chain[run.first - 1 : run.first + 1])
         if conversation is not None and planned.lineage.root == old.lineage.root:
             self.steering.move(conversation, planned.chain)
         elif conversation is not None:  # a span stays where it is, and has come back

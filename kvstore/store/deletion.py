@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvstore.blocks.ids import BlockId, is_quantised, with_quantised
 from kvstore.blocks.records import Evict, Evicted
-from kvstore.memory.tier import CpuTier
 from kvstore.store.context import StoreContext
 from kvstore.store.write_back import WriteBack
 
@@ -23,7 +22,7 @@ class Deletion:
     """disk, remote: None without such a tier. being_filled: arena blocks whose blocks have no id yet."""
 
     def __init__(
-        self, context: StoreContext[CpuTier], disk: WriteBack | None, block_bytes: int,
+        self, context: StoreContext, disk: WriteBack | None, block_bytes: int,
         being_filled: Callable[[], Iterable[int]], remote: RemoteBlocks | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._steering, self._stats = context.cpu, context.steering, context.stats

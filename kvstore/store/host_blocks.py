@@ -9,25 +9,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvstore.blocks.ids import BlockId, with_quantised
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, Expected, Finished, ReadResult
 from kvstore.disk.format import WriteError
 from kvstore.disk.opening import OpenDisk
+from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.context import Stage, StoreContext
 from kvstore.store.host_conversations import HostConversations
-from kvstore.store.host_memory import HostMemory, Lent
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import AS_HINT, ReadDone, ReadJob, TaskDone, WriteDone
 from kvstore.tiers.queues import Task
 from kvstore.tiers.worker import TierWorker
 
 MAX_PREFETCHING = 1 << 12  # blocks
-MAX_WRITE_BYTES = 256 << 20  # that wait or are being written
+MAX_WRITE_BYTES, MAX_BUFFERS = 256 << 20, 4096  # that wait or are being written
 NO_ROOM = {WriteError.MAP_FULL, WriteError.NO_SPACE}
 REASONS = {
     ReadResult.OK: "", ReadResult.MISSING: "missing", ReadResult.CORRUPT: "damaged",
@@ -35,9 +36,20 @@ REASONS = {
 }  # fmt: skip
 
 
+@dataclass(slots=True)
+class Lent:
+    """A buffer of the host with a block to be written. tickets: those of all who asked for it."""
+
+    view: memoryview
+    tickets: list[int]
+    is_forgotten: bool = False
+
+
 class HostBlocks:
     """See `kvstore.block_store.BlockStore`, which names blocks by keys. A failed write is not tried again, as the host
     wants its memory back.
+
+    What the host has lent is a staging area: a buffer stands for an arena block until it is written or given up.
 
     planner: measures reads. roots: the parents of blocks that have none; None: whoever writes knows that the block
     before is there. tenant_bytes: what one tenant may have on disk.
@@ -49,9 +61,11 @@ class HostBlocks:
     ) -> None:  # fmt: skip
         self.steering, self.planner, self.stats = steering, planner, stats
         self._tier, self._io, self._roots = on_disk.tier, io, roots
-        most_bytes = min(MAX_WRITE_BYTES, on_disk.tier.file.capacity_bytes // 4)
-        self._memory = memory = HostMemory(most_bytes, self._give_back)
-        context = StoreContext(memory, memory.view, steering, stats, clock)
+        self._most_lent_bytes = min(MAX_WRITE_BYTES, on_disk.tier.file.capacity_bytes // 4)
+        self._cpu = CpuTier(MAX_BUFFERS, keep=False, clock=clock, on_free=self._give_back)
+        self._lent: dict[int, Lent] = {}
+        self._num_lent_bytes = 0
+        context = StoreContext(self._cpu, lambda arena_block: self._lent[arena_block].view, steering, stats, clock)
         self.disk = WriteBack(context, on_disk, io, tenant_bytes)
         self.conversations = HostConversations(steering, self.disk.contents, clock)
         self._num_tickets = self._num_reading = self._num_prefetching = 0
@@ -83,7 +97,7 @@ class HostBlocks:
 
     def is_writing(self, block_id: BlockId) -> bool:
         """Whether its write has not ended, and it was not given up."""
-        return self._memory.buffer_of(block_id) is not None
+        return self._cpu.arena_block_of(block_id) is not None
 
     def read(self, wanted: Expected, into: memoryview) -> int:
         """Begin a read. Returns its ticket."""
@@ -135,17 +149,20 @@ class HostBlocks:
         """Begin a write. Returns its ticket; None if too many wait, writing is paused, or it would evict others for
         nothing. name: the conversation's.
         """
-        lent = self._memory.buffer_of(record.block_id)
         if self.contains(record.block_id):
             ticket = self._begin()
             self._end(ticket, "")
-        elif lent is not None:
+        elif (lent_at := self._cpu.arena_block_of(record.block_id)) is not None:
             ticket = self._begin()
-            lent.tickets.append(ticket)
-        elif self._memory.has_room(view.nbytes) and not self.disk.health.is_paused and self._is_of_use(record, view):
+            self._lent[lent_at].tickets.append(ticket)
+        elif (arena_block := self._room_for(record, view)) is not None:
             ticket = self._begin()
+            self._lent[arena_block] = Lent(view, [ticket])
+            self._num_lent_bytes += view.nbytes
             owner = self.conversations.owner(name, record.block_id, record.parent_id)
-            self.disk.add_dirty(self._memory.borrow(Lent(record, view, owner, [ticket])))
+            self._cpu.announce(arena_block, record, owner)
+            self._cpu.publish(arena_block)
+            self.disk.add_dirty(arena_block)
             self._go_on()
         else:
             self.stats.refused_writes += 1
@@ -153,13 +170,20 @@ class HostBlocks:
             return None
         return ticket
 
+    def _room_for(self, record: BlockRecord, view: memoryview) -> int | None:
+        """A place for a buffer; None if it is not to be written now."""
+        has_room = self._num_lent_bytes + view.nbytes <= self._most_lent_bytes
+        if not has_room or self.disk.health.is_paused or not self._is_of_use(record, view):
+            return None
+        return self._cpu.reserve()
+
     def _is_of_use(self, record: BlockRecord, view: memoryview) -> bool:
         """False if others would be evicted for a block that nobody could use, as its parent is not there."""
         parent_id = record.parent_id
         is_there = self._roots is None or parent_id in self._roots or self.contains(parent_id)
-        if is_there or self._memory.buffer_of(parent_id) is not None:
+        if is_there or self._cpu.arena_block_of(parent_id) is not None:
             return True
-        return self._tier.file.excess_bytes(self._memory.num_bytes + view.nbytes) <= 0
+        return self._tier.file.excess_bytes(self._num_lent_bytes + view.nbytes) <= 0
 
     def _go_on(self) -> None:
         """Hand the next blocks to the writer. Called once per poll, and after every new write."""
@@ -169,11 +193,14 @@ class HostBlocks:
             self.disk.refuse_waiting()
             self._why_not = "no_room"
 
-    def _give_back(self, lent: Lent) -> None:
+    def _give_back(self, arena_block: int) -> None:
         """The disk is done with a buffer."""
+        lent, record = self._lent.pop(arena_block), self._cpu.record(arena_block)
+        assert record is not None
+        self._num_lent_bytes -= lent.view.nbytes
         reason = "forgotten" if lent.is_forgotten else self._why_not
         for ticket in lent.tickets:
-            self._end(ticket, "" if self.contains(lent.record.block_id) else reason, lent.view.nbytes)
+            self._end(ticket, "" if self.contains(record.block_id) else reason, lent.view.nbytes)
 
     def end_request(self, name: str, chain: Sequence[BlockId]) -> None:
         """After the last one what waits for a batch is written now: no more comes, and a host may be awake until it is
@@ -197,6 +224,7 @@ class HostBlocks:
         self.steering.poll(is_idle=not self.conversations.num_open)
         self.conversations.poll()
         self._go_on()
+        self._cpu.erase_stale()  # no record of what was written stays
         return bool(done)
 
     # -- deletion ----------------------------------------------------------------------------------------------------
@@ -204,9 +232,10 @@ class HostBlocks:
         """Delete these blocks, head first, and what builds on the last of them, except for what others build on, too.
         Returns how many of them were on disk.
         """
-        for lent in filter(None, map(self._memory.buffer_of, chain)):
-            lent.is_forgotten = True
-            self._memory.forget(lent.record.block_id)
+        for block_id in chain:
+            if (arena_block := self._cpu.arena_block_of(block_id)) is not None:
+                self._lent[arena_block].is_forgotten = True
+                self._cpu.forget(block_id)
         named = frozenset(chain).union(self.disk.contents.with_descendants(chain[-1:]))
         doomed, _ = self.disk.select(Evict(block_ids=named))
         self._delete(doomed)
@@ -238,7 +267,7 @@ class HostBlocks:
         """
         on_disk, amount = self.disk.select(what)
         # What waits to be written must not lose its parent.
-        chosen = self.disk.with_descendants([*on_disk, *self._memory.select(what)])
+        chosen = self.disk.with_descendants([*on_disk, *self._cpu.select(what, 0)])
         if not what.dry_run:
             self.disk.delete(chosen)
             self.stats.losses.note("evicted", "disk", *chosen, why="by hand")
@@ -266,5 +295,6 @@ class HostBlocks:
 
     def check_integrity(self, idle: bool) -> None:
         """Assert that counts agree; with `idle`, that nothing is held."""
-        self._memory.check_integrity(idle)
+        self._cpu.check_integrity(idle)
+        assert self._num_lent_bytes == sum(lent.view.nbytes for lent in self._lent.values()), "bytes disagree"
         assert not idle or not self._since, f"{len(self._since)} tickets have not ended while idle"

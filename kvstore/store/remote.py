@@ -17,7 +17,6 @@ from itertools import count
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, state_chain
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed, BelievedContents
@@ -136,7 +135,7 @@ class RemoteBlocks:
     """disk: None without a disk. contents: what the tier is thought to have."""
 
     def __init__(
-        self, context: StoreContext[CpuTier], planner: Planner, source: RemoteSource, contents: BelievedContents,
+        self, context: StoreContext, planner: Planner, source: RemoteSource, contents: BelievedContents,
         disk: WriteBack | None, stored: StoredBlocks, reads: TierReads, prefetcher: Prefetcher,
     ) -> None:  # fmt: skip
         self._source, self.contents, self._disk, self._reads = source, contents, disk, reads

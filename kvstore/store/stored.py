@@ -18,7 +18,7 @@ from kvstore.blocks.records import BlockRecord
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
-from kvstore.memory.tier import ArenaBlockState, CpuTier
+from kvstore.memory.tier import ArenaBlockState
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 from kvstore.remote.spread import Believed, BelievedContents
@@ -181,7 +181,7 @@ class DiskContents:
 class TierReads:
     """tiers: those that are read from, one of a kind at most. exact, believed: their names."""
 
-    def __init__(self, context: StoreContext[CpuTier], tiers: Iterable[Believed]) -> None:
+    def __init__(self, context: StoreContext, tiers: Iterable[Believed]) -> None:
         self._cpu, self._view, self._stats = context.cpu, context.view, context.stats
         self._tiers = {tier.name: tier for tier in tiers}
         self.exact = next((tier.name for tier in self._tiers.values() if not tier.is_believed), None)
@@ -339,7 +339,7 @@ class StoredBlocks:
     """disk, remote: None without such a tier. reads: None without either."""
 
     def __init__(
-        self, context: StoreContext[CpuTier], disk: DiskContents | None, reads: TierReads | None, identity: Identity,
+        self, context: StoreContext, disk: DiskContents | None, reads: TierReads | None, identity: Identity,
         remote: BelievedContents | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock

@@ -12,8 +12,7 @@ only because every block that is free there has been written.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -25,9 +24,7 @@ from kvstore.disk.format import WriteError
 from kvstore.disk.index import TenantBytes
 from kvstore.disk.opening import OpenDisk
 from kvstore.errors import StoreError
-from kvstore.memory.tier import CpuTier
 from kvstore.store.context import StoreContext
-from kvstore.store.host_memory import HostMemory
 from kvstore.store.stored import Deletions, DiskContents, TierReads
 from kvstore.tiers.port import ReadDone, WriteDone, WriteJob
 from kvstore.tiers.worker import BATCH_BYTES, TierWorker
@@ -36,9 +33,6 @@ PAGE_BYTES = 4096
 MAX_QUEUED_BYTES = 2 * BATCH_BYTES  # other dirty blocks wait in the arena, where a deletion still finds them
 MAX_FULL = 5  # how often in a row the map may be full before the disk counts as degraded
 GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
-
-
-Memory: TypeAlias = CpuTier | HostMemory  # above the disk; a handle names a block's memory there
 
 
 class WriteBack:
@@ -50,7 +44,7 @@ class WriteBack:
     """
 
     def __init__(
-        self, context: StoreContext[Memory], on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
+        self, context: StoreContext, on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
@@ -108,12 +102,13 @@ class WriteBack:
         """What an incompressible block takes in the file: whole pages, with the value's header."""
         return (self._view(arena_block).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
 
-    def note_splice(self, place_of: Callable[[BlockId], int | None], before: BlockId, first: BlockId) -> None:
+    def note_splice(self, before: BlockId, first: BlockId) -> None:
         """See `before_splice`. Those that were given up before they were written are forgotten: they have no place in
         memory any more.
         """
         known = self.before_splice.items()
-        self.before_splice = {one: other for one, other in known if place_of(one) is not None} | {first: before}
+        kept = {one: other for one, other in known if self._cpu.arena_block_of(one) is not None}
+        self.before_splice = kept | {first: before}
 
     def in_flight(self) -> set[int]:
         """Arena blocks that are dirty or that the writer has."""
