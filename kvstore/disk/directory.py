@@ -7,7 +7,6 @@ releases however the owner ends. The directory's lock remains when somebody remo
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import socket
@@ -16,8 +15,10 @@ import struct
 import time
 import weakref
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from kvstore.disk import check as disk_check
 from kvstore.disk.check import FOLDERS, FORMAT_NAME, LOCK_NAME, SECRET_NAME, SOCKET_NAME
@@ -36,13 +37,15 @@ _LOCK_TRIES, _LOCK_WAIT_S = 4, 0.02
 _CONNECT_S = 1.0  # to connect to an existing socket: the kernel answers, not the owner
 
 
-@dataclass(frozen=True, slots=True)
-class LockInfo:
+class LockInfo(msgspec.Struct, frozen=True, rename={"socket_path": "socket"}):
     """A store's current owner; None for what it did not tell. name: the owner's name for itself."""
 
-    pid: int | None
-    socket_path: str | None
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=2**31)] | None = None
+    socket_path: str | None = None
     name: str = ""
+
+
+_lock_infos = msgspec.json.Decoder(LockInfo)
 
 
 class StoreDirectory:
@@ -234,7 +237,7 @@ def _refuse_if_answered(directory: Path) -> None:
     """Raises StoreLockedError if a process listens on the store's socket: it owns the store, whatever its locks."""
     found, pid = _listener(directory / SOCKET_NAME)
     if found:
-        raise _locked_error(directory, LockInfo(pid, None))
+        raise _locked_error(directory, LockInfo(pid))
 
 
 def _listener(path: Path) -> tuple[bool, int | None]:
@@ -270,24 +273,9 @@ def _locked_error(directory: Path, owner: LockInfo) -> StoreLockedError:
 
 
 def _write_lock_info(fd: int, socket_path: str | None, name: str) -> None:
+    info = LockInfo(os.getpid(), socket_path, "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS])
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"pid": os.getpid(), "socket": socket_path, "name": name}).encode(), 0)
-
-
-def _parse_lock_info(content: bytes) -> LockInfo:
-    try:
-        info = json.loads(content)
-    except (ValueError, RecursionError):
-        return LockInfo(None, None)
-    if not isinstance(info, dict):
-        return LockInfo(None, None)
-    pid, socket_path, name = info.get("pid"), info.get("socket"), info.get("name")
-    is_pid = isinstance(pid, int) and not isinstance(pid, bool) and 0 < pid < 2**31
-    return LockInfo(
-        pid if is_pid else None,
-        socket_path if isinstance(socket_path, str) else None,
-        name[:MAX_NAME_CHARS] if isinstance(name, str) and name.isprintable() else "",
-    )
+    os.pwrite(fd, msgspec.json.encode(info), 0)
 
 
 def read_lock_info(path: str | Path) -> LockInfo | None:
@@ -308,15 +296,11 @@ def read_lock_info(path: str | Path) -> LockInfo | None:
 
 def _who_owns(directory: Path) -> LockInfo:
     """The owner, from the lock file, or from the socket if the lock file was removed."""
-    try:
+    info = LockInfo()
+    with suppress(OSError, ValueError, RecursionError):  # no file at all, or nothing that an owner writes
         fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        info = LockInfo(None, None)
-    else:
         with open(fd, "rb", buffering=0) as file:
-            info = LockInfo(None, None)
-            with suppress(OSError):  # no file at all
-                info = _parse_lock_info(file.read(MAX_LOCK_BYTES) or b"")
+            info = _lock_infos.decode(file.read(MAX_LOCK_BYTES) or b"")
     if info.pid is None:
         found, pid = _listener(directory / SOCKET_NAME)
         return LockInfo(pid, str(directory / SOCKET_NAME)) if found else info

@@ -136,18 +136,10 @@ def _one(value: T) -> T:
     return value
 
 
-def with_size(packed: bytes | memoryview, stored_bytes: int) -> bytes | memoryview:
-    """The same record with another size. A damaged one stays as it is."""
+def changed(packed: bytes | memoryview, **fields: float) -> bytes | memoryview:
+    """The same record with other values of these fields. A damaged one stays as it is."""
     try:
-        return pack(replace(unpack(IndexRecord, packed), stored_bytes=stored_bytes))
-    except ValueError:
-        return packed
-
-
-def with_access(packed: bytes, now_s: float) -> bytes:
-    """The same record with another time of last use. A damaged one stays as it is."""
-    try:
-        return pack(replace(unpack(IndexRecord, packed), last_access_s=now_s))
+        return pack(replace(unpack(IndexRecord, packed), **fields))
     except ValueError:
         return packed
 

@@ -284,7 +284,7 @@ def _delete_and_touch(
     for block_id, used_s in touched.items():
         packed = txn.get(block_id, db=tables.index)
         if packed is not None:
-            txn.put(block_id, disk_format.with_access(bytes(packed), used_s), db=tables.index)
+            txn.put(block_id, disk_format.changed(bytes(packed), last_access_s=used_s), db=tables.index)
 
 
 def _read(tables: Tables, expected: Expected, into: memoryview) -> ReadResult:
@@ -301,7 +301,9 @@ def _recode(
     if name == "values":
         return codec.recoded(value, target)
     stored = copied("values") if name == "index" else None
-    return value if stored is None else disk_format.with_size(value, disk_format.footprint(len(stored), page_bytes))
+    if stored is None:
+        return value
+    return disk_format.changed(value, stored_bytes=disk_format.footprint(len(stored), page_bytes))
 
 
 def _touch(txn: lmdb.Transaction, tables: Tables, block_id: BlockId) -> None:

@@ -40,7 +40,7 @@ from kvstore.hosts.rates import LoadOrCompute
 from kvstore.hosts.read_ahead import ReadAhead
 from kvstore.hosts.vllm_keys import RequestKeys, chain_of, end_of
 from kvstore.hosts.vllm_memory import remove_left_memory
-from kvstore.hosts.vllm_metrics import METRICS, TierCounts
+from kvstore.hosts.vllm_metrics import FAILED_LOADS, FAILED_STORES, METRICS, RECOMPUTED, TierCounts
 from kvstore.hosts.wishes import Wishes, read_wishes
 
 logger = init_logger("vllm.kvstore")
@@ -115,7 +115,7 @@ class KVStoreTier(SecondaryTierManager):
             asked.first = begin
         if self._rates.should_load(end - asked.first, self._jobs.num_reading, begin == asked.first):
             return LookupResult.HIT
-        self._counts.recomputed += 1
+        self._counts.counted[RECOMPUTED] += 1
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -143,7 +143,8 @@ class KVStoreTier(SecondaryTierManager):
                 self._rates.read(job.num_bytes, job.seconds)
             self._note_failures(job)
             is_whole = all(job.ok)
-            self._counts.ended(job.is_load, is_whole)
+            if not is_whole:
+                self._counts.counted[FAILED_LOADS if job.is_load else FAILED_STORES] += 1
             loaded = None
             if job.is_load and not is_whole:
                 loaded = tuple(key for key, ok in zip(job.keys, job.ok, strict=True) if ok)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
@@ -26,29 +27,22 @@ METRICS: dict[str, OffloadingMetricMetadata] = {
 
 
 class TierCounts:
-    """recomputed: see above; the tier counts it."""
+    """counted: since the last call of `stats`, by the names of counters above."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
-        self._failed = {FAILED_LOADS: 0, FAILED_STORES: 0}
         self._gauges_at = 0.0
-        self.recomputed = 0
-
-    def ended(self, is_load: bool, ok: bool) -> None:
-        """A job has ended."""
-        self._failed[FAILED_LOADS if is_load else FAILED_STORES] += not ok
+        self.counted = Counter[str]()
 
     def stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call. vLLM asks at every step."""
         now = time.monotonic()
-        counters = {name: count for name, count in (*self._failed.items(), (RECOMPUTED, self.recomputed)) if count}
-        if not counters and now < self._gauges_at:
+        if not self.counted and now < self._gauges_at:
             return None
         stats = OffloadingConnectorStats()
-        for name, count in counters.items():
+        for name, count in self.counted.items():
             stats.increase_counter(name, count)
-        self._failed = dict.fromkeys(self._failed, 0)
-        self.recomputed = 0
+        self.counted.clear()
         if now >= self._gauges_at:
             self._gauges_at = now + GAUGES_EVERY_S
             disk = self._store.stats()["disk"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Conversation
@@ -16,14 +15,6 @@ from kvstore.store.stored import DiskContents
 
 MAX_NAMES = 1 << 16
 REST_S = 30.0  # after its last write, a conversation without known requests rests
-
-
-@dataclass(slots=True)
-class _Growing:
-    """A conversation that is known only by its writes."""
-
-    end: BlockId
-    written_s: float
 
 
 class HostConversations:
@@ -37,7 +28,8 @@ class HostConversations:
         self._clock = clock
         self._named: OrderedDict[str, Conversation] = OrderedDict()  # in order of use
         self._open: dict[str, tuple[Conversation, list[BlockId]]] = {}  # with the chain of the request
-        self._growing: dict[Conversation, _Growing] = {}
+        # Those that are known only by their writes: their ends, and when they were written to, the longest ago first.
+        self._growing: dict[Conversation, tuple[BlockId, float]] = {}
         self._ends: dict[BlockId, Conversation] = {}  # of the growing conversations
         self._num_arrived = 0
 
@@ -128,16 +120,16 @@ class HostConversations:
     def _grow(self, conversation: Conversation, end: BlockId) -> None:
         before = self._growing.pop(conversation, None)
         if before is not None:
-            self._ends.pop(before.end, None)
-        self._growing[conversation] = _Growing(end, self._clock())  # make it the last in order
+            self._ends.pop(before[0], None)
+        self._growing[conversation] = (end, self._clock())  # make it the last in order
         self._ends[end] = conversation
 
     def poll(self) -> None:
         """Let conversations rest that were not written to for a while. O(1), apart from those."""
         now_s = self._clock()
         while self._growing:
-            conversation, last = next(iter(self._growing.items()))
-            if 0 <= now_s - last.written_s < REST_S:
+            conversation, (_, written_s) = next(iter(self._growing.items()))
+            if 0 <= now_s - written_s < REST_S:
                 return
             self._rest(conversation)
 
@@ -148,7 +140,7 @@ class HostConversations:
             self._rest(self._ends[end])
 
     def _rest(self, conversation: Conversation) -> None:
-        end = self._growing.pop(conversation).end
+        end, _ = self._growing.pop(conversation)
         del self._ends[end]
         self._steering.end_request(conversation, (end,))
 

@@ -9,7 +9,6 @@ Control plane, one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
 
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
@@ -45,8 +44,7 @@ class Prefetcher:
         self.num_blank = num_arena_blocks // BLANK_SHARE if may_keep_blank else 0
         self._num_for_saves = num_arena_blocks // SAVE_SHARE if may_keep_blank else 0
         self.waiting = LookAhead(num_arena_blocks - self.num_blank, num_disk_blocks, refresh)
-        self.hints: dict[int, Tracked] = {}  # in the order in which they came
-        self._hint_numbers = count()
+        self.hints: dict[Tracked, None] = {}  # in the order in which they came
         self._has_changed = False
         self._num_new = 0  # requests that have come since all were examined
 
@@ -99,16 +97,16 @@ class Prefetcher:
                 request = self._requests.by_id[waiting.request_id]  # type: ignore[index]
                 if request.may_load and request.arrival and request.waits_until_s is None:
                     self._read_ahead(request)
-            for name, hint in list(self.hints.items()):
+            for hint in list(self.hints):
                 self._requests.advance(hint, hint.wanted.first)
                 if hint.wanted.is_ready():
-                    self._drop_hint(name)
+                    self._drop_hint(hint)
         if self.num_blank:  # now that what a request which has just come needs is held
             self._cpu.keep_blank(self.num_blank)
 
     def _num_arena_blocks_to_fill(self) -> int:
         """All arena blocks but those kept blank, and those that running requests hold or may need for saves."""
-        num_held = sum(len(one.wanted.arena_blocks) for one in (*self._holders(), *self.hints.values()))
+        num_held = sum(len(one.wanted.arena_blocks) for one in (*self._holders(), *self.hints))
         pool = self._cpu.pool
         num_others = max(self._num_for_saves, pool.num_in_use - num_held)
         return pool.num_blocks - self.num_blank - num_others
@@ -169,7 +167,7 @@ class Prefetcher:
             return
         self._requests.hold(wanted, 0, len(wanted.loads.chain))
         room = self._num_arena_blocks_to_fill() - sum(w.num_blocks for w in self.waiting.to_prefetch())
-        room -= sum(len(hint.wanted.arena_blocks) for hint in self.hints.values())
+        room -= sum(len(hint.wanted.arena_blocks) for hint in self.hints)
         # A hint takes only what no waiting request needs, and not all of that.
         room = min(room, self._cpu.pool.num_free - self._cpu.pool.num_blocks // 4)
         unread = [index for index in range(wanted.wanted.end) if index not in wanted.wanted.arena_blocks]
@@ -186,19 +184,20 @@ class Prefetcher:
         if hint.wanted.is_ready():
             self._requests.let_go(hint)
             return
-        self.hints[next(self._hint_numbers)] = hint
+        self.hints[hint] = None
         if len(self.hints) > MOST_HINTS:
             self._drop_hint(next(iter(self.hints)))
 
-    def _drop_hint(self, name: int) -> bool:
+    def _drop_hint(self, hint: Tracked) -> bool:
         """Drop a hint; its blocks stay in memory until others need the room. Returns whether some became free."""
         num_free = self._cpu.pool.num_free
-        self._requests.let_go(self.hints.pop(name))
+        del self.hints[hint]
+        self._requests.let_go(hint)
         return self._cpu.pool.num_free > num_free
 
     def drop_hints(self) -> None:
-        for name in list(self.hints):
-            self._drop_hint(name)
+        for hint in list(self.hints):
+            self._drop_hint(hint)
 
     def as_dict(self) -> dict[str, object]:
         return {"waiting": len(self.waiting), "hints": len(self.hints), "blank_blocks": self._cpu.pool.num_blank}
