@@ -77,7 +77,7 @@ WAITS: set[str] = set()
 MAX_REACHES, MAX_PATCHES = 149, 97
 ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.holdings", "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
-    "store.assembly", "policy.conversation", "memory.layout", "memory.rank", "memory.ranked", "disk.directory",
+    "store.assembly", "policy.conversation", "memory.layout", "memory.ranked", "disk.directory",
     "sessions.store",
     "sessions.record", "sessions.check", "sessions.answers", "sessions.sharing",
     "sessions.shared.opening", "remote.names", "admin.commands", "admin.private_folder",

@@ -36,8 +36,7 @@ from kvstore.engine.ranks.wire import (
     decode_to_rank,
 )
 from kvstore.memory.layout import OwnPart
-from kvstore.memory.rank import FarTransfer, rank_transfer
-from kvstore.memory.ranked import DataPlane
+from kvstore.memory.ranked import DataPlane, FarTransfer, rank_transfer
 
 
 def follow(start: Start, heart: Heart, channel: Channel) -> int:

@@ -4,9 +4,8 @@ Below the engine's model, only this package and the store's assembly use torch. 
 
 - `device_transfer`: on CUDA: transfers in a device's queues, ordered by events
 - `layout`: the shape of a model's KV as it is stored
-- `rank`: what a rank without a store moves: its own heads of the first rank's arena
-- `ranked`: the first rank's side of that: transfers that end when they have on all ranks, and parts of blocks as bytes
-  for those that have no share of the arena
+- `ranked`: the first rank's arena for all ranks: transfers that end when they have on all of them; what a rank without
+  a store moves, its own heads of that arena or, where it has no share of it, parts of blocks as bytes
 - `streams`: queues and events: CUDA streams, or the tests' stand-ins
 - `tier`: the arena's blocks and their states
 - `transfer`: the CPU tier's memory; and on a CPU, loads before a layer's attention and saves from a step's activations

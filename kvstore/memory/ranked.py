@@ -1,5 +1,5 @@
-"""One arena for several ranks, each of which moves its heads of every block. This is the first rank's side, which keeps
-count.
+"""One arena for several ranks, each of which moves its heads of every block: the first rank's side, which keeps count,
+and that of a rank without a store, which moves its own heads to and from that arena, or as bytes.
 
 A block is one record with all heads, so it does not say how many ranks have written it. A step's loads or saves have
 ended when they have on all ranks, and failed when they have on one. Knows no process: see `OtherRanks`.
@@ -7,8 +7,9 @@ ended when they have on all ranks, and failed when they have on one. Knows no pr
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
@@ -16,10 +17,12 @@ import torch
 
 from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
 from kvstore.memory.device_transfer import DeviceTransfer
-from kvstore.memory.layout import OwnPart
+from kvstore.memory.layout import KVLayout, OwnPart
+from kvstore.memory.streams import CudaStreams
 from kvstore.memory.transfer import Arena, Transfer
 
 WAIT_S = 0.01  # between two checks for lost ranks
+LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
 DataPlane: TypeAlias = "Transfer | DeviceTransfer"  # moves KV between HBM and the arena
 
 
@@ -179,3 +182,49 @@ class RankedTransfer:
 
     def close(self) -> None:
         self.own.close()
+
+
+# -- another rank's side ----------------------------------------------------------------------------------------------
+def rank_transfer(
+    layout: KVLayout, descriptor: int, device: torch.device, on_progress: Callable[[], None]
+) -> DataPlane:
+    """Moves KV of a share of the first rank's arena. descriptor: of its memory, whose size the first rank has set.
+    on_progress: on CUDA, called in a thread of its own when loads or saves have ended.
+    """
+    num_arena_blocks = os.fstat(descriptor).st_size // layout.block_bytes
+    if device.type == "cuda":
+        arena = Arena(layout, num_arena_blocks, pin=True, descriptor=descriptor)
+        return DeviceTransfer(arena, CudaStreams(device), on_progress)
+    return Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor))
+
+
+class FarTransfer:
+    """Moves KV of a rank that has no share of the arena: it has memory of its own, for the blocks of one step."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        part = OwnPart.of(layout)
+        shapes = (replace(layout.shapes[0], num_kv_heads=part.heads[1] - part.heads[0]),) * len(layout.own_rotations)
+        self._layout = KVLayout(shapes, layout.block_size, layout.dtype, layout.own_rotations)
+        self._own = own = Transfer(Arena(self._layout, LEAST_ARENA_BLOCKS, pin=False))
+        self._saves: Sequence[Save] = ()
+        self.register, self.end, self.completed = own.register, own.end, own.completed
+        self.wait_for_layer_load, self.save_kv_layer = own.wait_for_layer_load, own.save_kv_layer
+
+    def begin(self, plan: TransferPlan, row_starts: Sequence[int], loaded: bytes) -> None:
+        """loaded: see `FarBlocks.loaded`."""
+        num_loads, num_arena_blocks = len(plan.loads), len(plan.loads) + len(plan.saves)
+        if num_arena_blocks > self._own.arena.num_arena_blocks:
+            self._own.arena = Arena(self._layout, num_arena_blocks, pin=False)
+        arena = self._own.arena
+        if num_loads:
+            arena.reach(num_loads - 1)
+            values = torch.frombuffer(bytearray(loaded), dtype=self._layout.dtype)
+            arena.tensor[:num_loads] = values.view(num_loads, -1)
+        loads = tuple(replace(load, arena_block=index) for index, load in enumerate(plan.loads))
+        self._saves = tuple(replace(save, arena_block=index) for index, save in enumerate(plan.saves, num_loads))
+        self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
+
+    def saved(self) -> bytes:
+        """What the last step has saved; see `FarBlocks.put`."""
+        [run] = self._own.arena.runs  # all layers have one shape
+        return bytes_of(run[s.arena_block, :, s.offset : s.offset + s.num_tokens] for s in self._saves)

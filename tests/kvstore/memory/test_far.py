@@ -5,8 +5,7 @@ import torch
 
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.memory.layout import KVLayout, OwnPart
-from kvstore.memory.rank import LEAST_ARENA_BLOCKS, FarTransfer
-from kvstore.memory.ranked import FarBlocks
+from kvstore.memory.ranked import LEAST_ARENA_BLOCKS, FarBlocks, FarTransfer
 from kvstore.memory.transfer import Arena
 from tests.support.arenas import alike, whole
 

@@ -10,8 +10,7 @@ from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.errors import EngineDiedError
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.rank import rank_transfer
-from kvstore.memory.ranked import DataPlane, RankedTransfer
+from kvstore.memory.ranked import DataPlane, RankedTransfer, rank_transfer
 from kvstore.memory.streams import Queue
 from kvstore.memory.transfer import Arena, Transfer
 from tests.support.arenas import alike, whole
