@@ -1,9 +1,8 @@
 """The store as a tier of engines that people already run. A module with a host's name imports that host, which loads
 the module by its name.
 
-- `fields`: what is read of a host's objects, none of it optional
-- `jobs`: what a host reads or writes together, from and into its memory
-- `model_folder`: where a model's files lie on this machine
+- `given`: what is read of a host's objects, none of it optional; where its model's files lie on this machine
+- `jobs`: what a host reads or writes together, from and into its memory; a store for hosts whose threads may block
 - `rates`: load or compute, for hosts that tell little
 - `read_ahead`: sessions whose histories are read while their requests wait; a file that keeps what a process has
   learned
@@ -16,7 +15,6 @@ the module by its name.
 - `vllm_memory`: the file of vLLM's memory tier, when a killed vLLM has left it behind
 - `vllm_metrics`: what the tier reports to vLLM's metrics
 - `vllm_policy`: `KVStorePolicy`, which decides what stays in vLLM's own memory tier
-- `waiting`: a store for hosts whose threads may block
 - `wishes`: what a request says about its conversation
 
 Decisions:

@@ -28,10 +28,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvstore.block_store import BlockStore
 from kvstore.disk.weights import weights_digest
 from kvstore.errors import ConfigError, ModelError, StoreError, StoreLockedError
-from kvstore.hosts.fields import field
-from kvstore.hosts.model_folder import model_folder
+from kvstore.hosts.given import field, model_folder
+from kvstore.hosts.jobs import WaitingStore
 from kvstore.hosts.sglang_pages import PoolPages, memory_of
-from kvstore.hosts.waiting import WaitingStore
 
 logger = logging.getLogger("sglang.kvstore")
 FORMAT = "sglang 1"  # incremented when the meaning of a stored page changes

@@ -19,8 +19,8 @@ from typing import Any
 
 from kvstore.disk.weights import weights_digest
 from kvstore.errors import ConfigError, ModelError
-from kvstore.hosts.fields import field as host_field
-from kvstore.hosts.model_folder import model_folder
+from kvstore.hosts.given import field as host_field
+from kvstore.hosts.given import model_folder
 
 FORMAT = "vllm 1"  # incremented when the meaning of a stored chunk changes
 _COSMETIC = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id"}
