@@ -9,8 +9,7 @@ Knows the store's own classes, no engine and no model.
 - `sizing`: which sizes to try, and the knee
 - `trace_formats`: reads traces from files
 - `traces`: what requests ask of a cache, by names of blocks
-- `virtual_io`: time, disk and transfers that take as long as rates say and move no byte: a `KVStore` for replays of
-  traces
+- `virtual_io`: time and a disk that take as long as rates say and move no byte: a `KVStore` for replays of traces
 
 Decisions:
 

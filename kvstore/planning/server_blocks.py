@@ -15,7 +15,7 @@ from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Transferred
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.traces import TraceRequest
-from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_blocks, virtual_store
+from kvstore.planning.virtual_io import VirtualClock, num_cpu_blocks, virtual_store
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.policies import Steering
 from kvstore.store.control_plane import KVStore
@@ -85,12 +85,14 @@ class Job:
 
 
 class ServerBlocks:
-    """The tiers of one server. longest: blocks of the longest request. on_progress: called when reads or writes have
-    ended.
+    """The tiers of one server, whose transfers it says itself have ended. longest: blocks of the longest request.
+    on_progress: called when reads or writes have ended.
 
     pool: HBM. store: the tiers below; None if there are none. num_unsaved: computed blocks that found no arena block.
     In HBM checkpoints take no room here: an engine has a share of it for them.
     """
+
+    can_save = True
 
     def __init__(
         self, config: ReplayConfig, block_size: int, longest: int, clock: VirtualClock, steering: MakeSteering | None,
@@ -106,10 +108,10 @@ class ServerBlocks:
         self._look_ahead, self._ttl_s, self._clock = config.look_ahead, config.ttl_s, clock
         self._steering = Steering(config.policy, clock, sizes) if steering is None else steering(clock, sizes)
         self.pool = BlockPool(config.hbm_blocks, self._steering.order("hbm"))
-        self._transfers = VirtualTransfers()
+        self._transferred: list[Transferred] = []
         if num_arena_blocks:
             self.store, self._io = virtual_store(
-                config, num_arena_blocks, block_size, clock, self._steering, self._transfers, on_progress
+                config, num_arena_blocks, block_size, clock, self._steering, self, on_progress
             )
 
     # -- what is here ------------------------------------------------------------------------------------------------
@@ -212,7 +214,11 @@ class ServerBlocks:
 
     def transferred(self, done: Transferred) -> None:
         """Report a finished transfer, which the store sees at its next poll."""
-        self._transfers.done.append(done)
+        self._transferred.append(done)
+
+    def completed(self) -> list[Transferred]:
+        done, self._transferred = self._transferred, []
+        return done
 
     def computed(self, job: Job, first: int, end: int) -> None:
         """Tokens [first, end) were computed: their full blocks are in HBM, and in the CPU tier if there is room."""

@@ -1,5 +1,4 @@
-"""A virtual clock, disk and transfers, which take as long as given rates say and move no bytes: a `KVStore` for
-replays.
+"""A virtual clock and disk, which take as long as given rates say and move no bytes: a `KVStore` for replays.
 
 Everything that decides is the store's own. Knows no trace and no request.
 """
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import ReadResult, Transferred
+from kvstore.blocks.records import ReadResult
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.opening import OpenDisk
@@ -24,6 +23,7 @@ from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.context import Identity, StoreContext
 from kvstore.store.control_plane import KVStore
+from kvstore.store.seam import Transfers
 from kvstore.store.write_back import PAGE_BYTES, WriteBack
 from kvstore.tiers.port import Chain, Keeps, Rank, ReadJob, Stored, WriteBatch, Written
 from kvstore.tiers.queues import Lane, Reads
@@ -155,19 +155,6 @@ class VirtualEvents:
             self._on_progress(rank)
 
 
-class VirtualTransfers:
-    """Stands for a `Transfer`. The replay appends finished transfers to `done`."""
-
-    can_save = True
-
-    def __init__(self) -> None:
-        self.done: list[Transferred] = []
-
-    def completed(self) -> list[Transferred]:
-        done, self.done = self.done, []
-        return done
-
-
 def num_cpu_blocks(config: ReplayConfig, longest: int) -> int:
     if config.cpu_blocks or not config.disk_blocks:
         return config.cpu_blocks
@@ -177,7 +164,7 @@ def num_cpu_blocks(config: ReplayConfig, longest: int) -> int:
 
 def virtual_store(
     config: ReplayConfig, num_arena_blocks: int, block_size: int, clock: VirtualClock, steering: Steering,
-    transfers: VirtualTransfers, on_progress: Callable[[Rank | None], None],
+    transfers: Transfers, on_progress: Callable[[Rank | None], None],
 ) -> tuple[KVStore, TierWorker]:  # fmt: skip
     """An empty store of these sizes, which always loads what it has, and its I/O."""
     disk = VirtualDisk(config.disk_blocks, STORE_BLOCK_BYTES) if config.disk_blocks else None

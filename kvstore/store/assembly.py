@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from kvstore.blocks.holdings import Holdings
-from kvstore.blocks.ids import BlockId, lineage_root
+from kvstore.blocks.ids import lineage_root
 from kvstore.config import CacheTiers
-from kvstore.disk.opening import OpenDisk, OpeningDisk
+from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError
@@ -62,8 +62,7 @@ def open_tiered(
     for it, and the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a fleet,
     whose servers have the same block ids; None: the store's own. others: ranks that have the other heads, where the
     layout says that this one has some. owner: the socket of the process that owns the disk of this and other engines
-    (`kvstore.owned_disk`); then these tiers have none.
-    Raises ConfigError or StoreError.
+    (`kvstore.owned_disk`); then these tiers have none. Raises ConfigError or StoreError.
     """
     directory = None if opening is None else opening.directory
     with ExitStack() as opened:
@@ -91,7 +90,8 @@ def open_tiered(
         disk, write_back, remote = None if on_disk is None else on_disk.tier, None, None
         fleet = None if tiers.remote is None else fleet_secret(tiers.fleet_secret_file)
         secret = secret or (fleet.root if fleet else os.urandom(32) if directory is None else directory.secret)
-        holdings = holdings_of(partial(lineage_root, secret, name), on_disk) if reports else None
+        records = () if on_disk is None else on_disk.records
+        holdings = Holdings(partial(lineage_root, secret, name), records) if reports else None
         in_cpu, losses = holdings if tiers.cpu else None, stats.losses if disk is None else None
         cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu, losses)
         context = StoreContext(cpu, arena.view, steering, stats, clock)
@@ -121,10 +121,6 @@ def open_tiered(
     return connector
 
 
-def holdings_of(root_of: Callable[[str], BlockId], on_disk: OpenDisk | None) -> Holdings:
-    return Holdings(root_of, () if on_disk is None else on_disk.records)
-
-
 def remote_source(
     tiers: CacheTiers, owner: str | None, fleet: FleetSecret | None, fingerprint: str, layout: KVLayout,
     wake: Callable[[], None], disk: DiskTier | None,
@@ -136,19 +132,12 @@ def remote_source(
         return RemoteSource(tier, None, is_told=True)
     names = BlockNames(fleet, bytes.fromhex(fingerprint))
     workers = [TierWorker("remote", one, wake, AT_ONCE_LIMITS) for one in open_shared(tiers, names, layout)]
-    prefill = open_prefill(tiers, fleet, fingerprint, wake)
+    prefill = None
+    if tiers.prefill_url is not None:
+        prefill = PrefillServer(parse_prefill_url(tiers.prefill_url), fleet.derived(PREFILL_KEY), fingerprint, wake)
     shared = workers[0] if len(workers) == 1 else SpreadTier(workers)
     has_objects = isinstance(parse_remote_url(str(tiers.remote)), ObjectAddress)
     return RemoteSource(shared, None if disk is None else disk.read, prefill, finds_states=has_objects)
-
-
-def open_prefill(
-    tiers: CacheTiers, fleet: FleetSecret, fingerprint: str, wake: Callable[[], None]
-) -> PrefillServer | None:
-    """The server of `--prefill-url`."""
-    if tiers.prefill_url is None:
-        return None
-    return PrefillServer(parse_prefill_url(tiers.prefill_url), fleet.derived(PREFILL_KEY), fingerprint, wake)
 
 
 def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> list[BlockTier]:
