@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sessions.window import OneTurn
 from kvstore.errors import EngineClosedError, KVStoreError, SessionBusyError
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.sharing import Claim, Leasing
+
+if TYPE_CHECKING:
+    from kvstore.sessions.shared.leases import Lease, Leases
 
 LOGGER = logging.getLogger("kvstore.engine")
 R = TypeVar("R")
@@ -253,7 +255,7 @@ class Hold:
     def __init__(self, key: SessionKey, request_key: str | None, owner: Turn[Any] | None) -> None:
         self.key, self.request_key, self.owner = key, request_key, owner
         self.turn: OneTurn | None = None
-        self.lease: Claim | None = None
+        self.lease: Lease | None = None
         self.changes = dict[str, Any]()
         self.released: Future[None] = Future()
         self.released.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it for the others
@@ -267,7 +269,7 @@ class Hold:
 class Claims:
     """All sessions that are held in this process."""
 
-    def __init__(self, leases: Leasing | None) -> None:
+    def __init__(self, leases: Leases | None) -> None:
         """leases: see `Sharing`."""
         self._leases = leases
         self._holds: dict[SessionKey, Hold] = {}

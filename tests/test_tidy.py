@@ -79,7 +79,7 @@ ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.holdings", "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
     "store.assembly", "policy.conversation", "memory.layout", "memory.ranked", "disk.directory",
     "sessions.store",
-    "sessions.record", "sessions.check", "sessions.answers", "sessions.sharing",
+    "sessions.record", "sessions.check", "sessions.answers", "sessions.shared.leases",
     "sessions.shared.opening", "remote.names", "admin.commands", "admin.private_folder",
     "disk.check", "disk.env", "disk.opening", "disk.weights", "admin.control", "remote.kv_events", "owned_disk",
 }  # fmt: skip

@@ -5,33 +5,17 @@ deletion.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvstore.sessions import tables
 from kvstore.sessions.check import Checked, check
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.tables import View
 
+if TYPE_CHECKING:
+    from kvstore.sessions.shared.leases import Leases
+
 Read = Callable[[Callable[[View], Any]], Any]  # runs something in a view
-
-
-class Claim(Protocol):
-    """The right to store the next turn of a session."""
-
-    def check(self, view: Any) -> None:
-        """Called in the transaction that stores the turn. Raises SessionTakenError if another server has the session by
-        now.
-        """
-
-
-class Leasing(Protocol):
-    """Lets one turn of a session run at a time, on whichever server. Any thread may call it."""
-
-    def acquire(self, key: SessionKey) -> Claim:
-        """Raises SessionBusyError while a turn of the session runs on another server, and RemoteError."""
-        ...
-
-    def release(self, claim: Any) -> None: ...
 
 
 class Sharing:
@@ -42,7 +26,7 @@ class Sharing:
     """
 
     is_shared = False
-    leases: Leasing | None = None
+    leases: Leases | None = None
 
     def has_turn(self, view: Any, key: SessionKey) -> bool:
         """Whether any server is computing a turn of this session."""

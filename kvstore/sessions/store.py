@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.disk.directory import StoreDirectory
@@ -32,9 +32,12 @@ from kvstore.sessions.record import (
     Tombstone,
     TurnRecord,
 )
-from kvstore.sessions.sharing import Claim, Sharing
+from kvstore.sessions.sharing import Sharing
 from kvstore.sessions.storage import IO_ERRORS, DiskTables, Storage, Ticket, Transactions
 from kvstore.sessions.tables import TABLES, View
+
+if TYPE_CHECKING:
+    from kvstore.sessions.shared.leases import Lease
 
 T = TypeVar("T")
 MAP_BYTES = 256 << 30  # of addresses, no memory and no disk: more than the file will ever have
@@ -108,7 +111,7 @@ class SessionStore:
 
     def commit_turn(
         self, key: SessionKey, *turns: TurnRecord, fingerprint: bytes = b"", model: str = "",
-        session_number: int | None = None, lease: Claim | None = None, forgotten: Sequence[MessageEdit] = (),
+        session_number: int | None = None, lease: Lease | None = None, forgotten: Sequence[MessageEdit] = (),
         fork: Fork | None = None, **changes: Any,
     ) -> Ticket[SessionHead]:  # fmt: skip
         """Store the next turn, or several, all or none; of a new session if the id is unknown. Refused unless their
@@ -116,7 +119,7 @@ class SessionStore:
 
         fingerprint, model: replace the session's unless empty. session_number: the `number` of the head that the turn
         was computed for; refused if that session is gone, so that a turn cannot bring back a deleted session. lease:
-        from `Leasing.acquire`; refused if another server has the session by now. forgotten: see
+        from `Leases.acquire`; refused if another server has the session by now. forgotten: see
         `kvstore.sessions.forgetting`; the KV is a pending deletion then. fork: what the new session begins with;
         refused if that has changed meanwhile. changes: see `tables.change_head`.
         """

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from kvstore.errors import RemoteError, SessionBusyError, SessionTakenError
 from kvstore.forks import leave_to_parent
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.server import RefusedError, SessionServer
-from kvstore.sessions.shared.view import SharedView
 
 LEASE_S = 10.0  # how long a session stays busy after its server was killed
 GIVE_BACK_S = 0.5  # between tries to give a lease back while Redis cannot be told
@@ -43,8 +43,8 @@ class Lease:
     key: SessionKey
     token: bytes
 
-    def check(self, view: SharedView) -> None:
-        """In the transaction that stores the turn. Raises SessionTakenError."""
+    def check(self, view: Any) -> None:
+        """In the transaction that stores the turn. Raises SessionTakenError where another server has the session."""
         if view.lease_of(self.key) != self.token:
             raise SessionTakenError(
                 f"session {self.key.session_id} was given up for another server while this one did not answer for "
