@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class ControlServer:
                 _send(connection, _error("failure", f"not a request: {_one_line(error)}"))
                 return
             connection.settimeout(self._request_s)
-            with _Pulse(connection, self._pulse_s):
+            with _pulse(connection, self._pulse_s):
                 answer = self._answer(request)
             _send(connection, answer)
 
@@ -133,25 +133,22 @@ class ControlServer:
         return answer
 
 
-class _Pulse:
-    """While entered, it sends the other side a sign of life at intervals."""
+@contextmanager
+def _pulse(connection: socket.socket, every_s: float) -> Iterator[None]:
+    """Send the other side a sign of life at intervals."""
+    ended = threading.Event()
 
-    def __init__(self, connection: socket.socket, every_s: float) -> None:
-        self._connection, self._every_s = connection, every_s
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvstore-control-pulse", daemon=True)
+    def run() -> None:
+        while not ended.wait(every_s) and _send(connection, _line({"progress": None})):
+            pass
 
-    def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
-            if not _send(self._connection, _line({"progress": None})):
-                return
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
+    thread = threading.Thread(target=run, name="kvstore-control-pulse", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _place(directory: Path) -> tuple[Path, PrivateFolder | None]:

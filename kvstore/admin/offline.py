@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvstore.sessions.store import SessionStore
 
 OnProgress = Callable[[float | None], None]
-DELETE_BATCH = 4096
 LEAST_CAPACITY_BYTES = 64 << 20
 NO_DISK = {"blocks": 0, "bytes": 0, "file_bytes": 0, "capacity_bytes": 0, "reads": 0, "writes": 0, "failures": {}}
 NO_SESSIONS = {"sessions": 0, "turns": 0, "refs": 0, "pending_deletions": 0, "bytes": 0}
@@ -260,9 +259,6 @@ def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[Bl
 
 
 def _delete(disk: DiskTier, block_ids: Sequence[BlockId]) -> None:
-    """Delete in transactions of bounded size. Raises DegradedError when one fails; earlier ones stay committed."""
-    for first in range(0, len(block_ids), DELETE_BATCH):
-        outcome = disk.write((), block_ids[first : first + DELETE_BATCH])
-        if outcome.error is not None:
-            where = disk.file.path
-            raise DegradedError(f"{where} could not be written ({outcome.error}); look at its disk and try again")
+    """Raises DegradedError when a transaction fails; earlier ones stay committed."""
+    if (error := disk.delete(block_ids)) is not None:
+        raise DegradedError(f"{disk.file.path} could not be written ({error}); look at its disk and try again")

@@ -221,30 +221,24 @@ def open_environment(
     if os.path.realpath(path) in _open_environments:
         raise StoreError(f"{path} is already open in this process; close it first")
     try:
-        return _open(path, map_bytes, max_dbs, metasync, verify_below_bytes, on_loss)
+        path.mkdir(mode=0o700, exist_ok=True)
+        problem = disk_check.find_problem(path, verify_below_bytes)
+        if problem is None:
+            try:
+                return StoreEnvironment(path, _open_lmdb(path, map_bytes, max_dbs, metasync), None, on_loss)
+            except STRUCTURAL_ERRORS as error:
+                problem = str(error)
+            except lmdb.Error as error:
+                raise StoreError(f"{path} cannot be opened: {error}; is the disk full or read-only?") from None
+        quarantined = disk_check.quarantine(path, problem)
+        path.mkdir(mode=0o700)
+        try:
+            env = _open_lmdb(path, map_bytes, max_dbs, metasync)
+        except lmdb.Error as error:
+            raise StoreError(f"{path} cannot be created: {error}; is the disk full or read-only?") from None
+        return StoreEnvironment(path, env, quarantined, on_loss)
     except OSError as error:
         raise StoreError(f"{path} cannot be opened: {error.strerror or error}") from None
-
-
-def _open(
-    path: Path, map_bytes: int, max_dbs: int, metasync: bool, verify_below_bytes: int, on_loss: str
-) -> StoreEnvironment:
-    path.mkdir(mode=0o700, exist_ok=True)
-    problem = disk_check.find_problem(path, verify_below_bytes)
-    if problem is None:
-        try:
-            return StoreEnvironment(path, _open_lmdb(path, map_bytes, max_dbs, metasync), None, on_loss)
-        except STRUCTURAL_ERRORS as error:
-            problem = str(error)
-        except lmdb.Error as error:
-            raise StoreError(f"{path} cannot be opened: {error}; is the disk full or read-only?") from None
-    quarantined = disk_check.quarantine(path, problem)
-    path.mkdir(mode=0o700)
-    try:
-        env = _open_lmdb(path, map_bytes, max_dbs, metasync)
-    except lmdb.Error as error:
-        raise StoreError(f"{path} cannot be created: {error}; is the disk full or read-only?") from None
-    return StoreEnvironment(path, env, quarantined, on_loss)
 
 
 def _open_lmdb(path: Path, map_bytes: int, max_dbs: int, metasync: bool) -> lmdb.Environment:

@@ -58,10 +58,6 @@ class IndexEntry(msgspec.Struct, frozen=True, gc=False):  # a million of them: s
     tenant: str = ""
 
 
-def _never(block_id: BlockId) -> bool:
-    return False
-
-
 class DiskIndex:
     """Blocks by id, in the eviction order of their conversations (`kvstore.blocks.forest`).
 
@@ -207,7 +203,7 @@ class DiskIndex:
         self.bytes.clear()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
-    def take_victims(self, num_bytes: int, is_pinned: Callable[[BlockId], bool] = _never) -> list[IndexEntry]:
+    def take_victims(self, num_bytes: int, is_pinned: Callable[[BlockId], bool] = lambda _: False) -> list[IndexEntry]:
         """Remove blocks to evict, of at least this size in all, or as many as possible; each before its parent."""
         if num_bytes <= 0:
             return []

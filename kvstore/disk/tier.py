@@ -149,6 +149,13 @@ class DiskTier:
         self.file.recover()
         return Written(error=WriteError.IO)
 
+    def delete(self, block_ids: Sequence[BlockId]) -> str | None:
+        """Delete in transactions of bounded size. Returns why one failed; earlier ones stay committed."""
+        for first in range(0, len(block_ids), DELETE_BATCH):
+            if (error := self.write((), block_ids[first : first + DELETE_BATCH]).error) is not None:
+                return error
+        return None
+
     def _put(self, txn: lmdb.Transaction, tables: Tables, record: BlockRecord, view: memoryview) -> Stored:
         """Put a block."""
         value = codec.encode(record, view, codec.CODECS[self.codec], self.itemsize)
@@ -319,9 +326,7 @@ def _shrink(tier: DiskTier) -> None:
     index = DiskIndex.build(tier.scan())
     is_deleting = True
     while is_deleting and (excess := tier.file.excess_bytes()) > 0 and len(index):
-        victims = [entry.block_id for entry in index.take_victims(excess)]
-        parts = [victims[first : first + DELETE_BATCH] for first in range(0, len(victims), DELETE_BATCH)]
-        is_deleting = all(tier.write((), part).error is None for part in parts)
+        is_deleting = tier.delete([entry.block_id for entry in index.take_victims(excess)]) is None
     try:
         tier.compact()
     except StoreError as error:

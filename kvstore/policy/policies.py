@@ -190,16 +190,14 @@ class Steering:
             self._prefixes = Prefixes(self._learner, max(self._capacities.values(), default=0))
         begin_prefix = None if self._prefixes is None else self._prefixes.begin
         self._conversations = Conversations(self._learner, most, begin_prefix)
+        self.conversation_of, self.move = self._conversations.conversation_of, self._conversations.move
+        self.forget = self._conversations.forget
         self._families = Families()
         self._orders = {tier: EvictionOrder(self._policy, self._model, self._clock) for tier in self._capacities}
 
     def order(self, tier: str) -> EvictionOrder:
         """The order of this tier; the tier's owner adds and discards."""
         return self._orders[tier]
-
-    def conversation_of(self, chain: Sequence[Hashable]) -> Conversation | None:
-        """The conversation that this chain is the latest of, or that it continues."""
-        return self._conversations.conversation_of(chain)
 
     def make(self, block_id: Hashable = None, used_s: float | None = None) -> Conversation:
         """Make a conversation for blocks without a known owner; used_s: when they were last used."""
@@ -231,14 +229,6 @@ class Steering:
         if conversation.family is not None:
             self._families.end_request(conversation, conversation.family, now_s)
         self.refresh(conversation)
-
-    def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
-        """Continue a conversation under another chain: a splice."""
-        self._conversations.move(conversation, chain)
-
-    def forget(self, block_ids: Iterable[Hashable]) -> None:
-        """Forget these deleted blocks and the conversations that end there."""
-        self._conversations.forget(block_ids)
 
     def adopt(self, found: Iterable[tuple[Hashable, Conversation]]) -> None:
         """Conversations of which only the last stored block is known, from `make`. Best in few large batches."""

@@ -187,7 +187,7 @@ class KVStore:
         believed = None if remote is None else BelievedContents(remote.tier, context.clock)
         self.stored = StoredBlocks(context, contents, reads, identity, believed)
         self.requests = Requests(cpu, self.stored, reads, stats)
-        num_disk_blocks = 0 if disk is None else disk.capacity_bytes // planner.block_bytes
+        num_disk_blocks = 0 if disk is None else disk.file.capacity_bytes // planner.block_bytes
         self.prefetcher = Prefetcher(
             cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
             reads is not None,
@@ -370,7 +370,7 @@ class KVStore:
             return Loss("not_loaded", tiers[0], why="only a quantised copy is there")
         if believed is not None and believed.is_away(block_id) and (known is None or believed.has_had(block_id)):
             return Loss("remote_away", believed.name)
-        begun_s = None if disk is None else disk.begun_s
+        begun_s = None if disk is None else disk.file.created_s
         if known is None and begun_s is not None and since_s < begun_s:
             return Loss("store_replaced", "disk", begun_s)
         return losses.why(block_id, since_s, disk is not None or believed is not None)

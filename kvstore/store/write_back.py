@@ -48,6 +48,7 @@ class WriteBack:
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
         self._disk = disk = on_disk.tier
+        self.file = disk.file
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
         self._tier, self._view, self._tenant_bytes = tier, context.view, tenant_bytes
         self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, context.clock, holdings)
@@ -238,11 +239,6 @@ class WriteBack:
             self._refuse_first(self._record(self.dirty[0]), "its memory was wanted back")
 
     # -- what leaves the disk ----------------------------------------------------------------------------------------
-    @property
-    def capacity_bytes(self) -> int:
-        """How large the file may become."""
-        return self._disk.file.capacity_bytes
-
     def delete(self, block_ids: Sequence[BlockId]) -> None:
         """Delete blocks from the disk and the CPU tier. Holders of arena blocks keep them."""
         for block_id in reversed(block_ids):
@@ -350,11 +346,6 @@ class WriteBack:
         """Whether the deletion of some of these has failed, and will not be tried again soon."""
         has_failed = self._disk.file.broken or self.contents.removing.have_failed(block_ids)
         return self.health.error is not None and has_failed
-
-    @property
-    def begun_s(self) -> float | None:
-        """When the file was begun, empty."""
-        return self._disk.file.created_s
 
     @property
     def is_drained(self) -> bool:
