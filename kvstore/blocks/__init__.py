@@ -2,13 +2,13 @@
 
 Knows no tier, no I/O and no tensor; of policies it knows the conversations that blocks belong to.
 
-- `forest`: a tier's cached blocks, by their links and owners; which is evicted next; what blocks in flight build on
+- `forest`: a tier's cached blocks, by their links and owners; which is evicted next, and which a selection evicts; what
+  blocks in flight build on
 - `holdings`: which tiers hold which blocks, and which of this was announced
 - `ids`: block ids, chains, and a splice's place in one
 - `keys`: ids and records of blocks with another engine's keys
 - `pool`: which block is in use, cached, or next to go
 - `records`: data between tiers: records, transfers, outcomes
-- `selection`: which blocks a selection evicts from a tier
 
 Decisions:
 

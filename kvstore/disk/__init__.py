@@ -12,8 +12,7 @@ Usable alone: without arena, without torch, without the CPU tier. Other engines 
 - `opening`: the tier while it is opened, in a thread, under whatever else loads
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too
-- `tier`: blocks in LMDB: write, read, scan
-- `verify`: checks every block
+- `tier`: blocks in LMDB: write, read, scan, check every one
 - `walk`: the structural check, a program of its own
 - `weights`: a model's weights as one digest
 

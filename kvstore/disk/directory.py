@@ -70,14 +70,14 @@ class StoreDirectory:
         leave_to_parent(self, str(path))
 
     @classmethod
-    def open(cls, path: str | Path, allow_network: bool = False, name: str = "") -> StoreDirectory:
+    def open(cls, path: str | Path, name: str = "") -> StoreDirectory:
         """Create it where it is missing (0700), and become its owner.
 
         Raises StoreError when it cannot be used, StoreLockedError when somebody else owns it.
         """
         try:
             directory = Path(path).expanduser().absolute()
-            _prepare(directory, allow_network)
+            _prepare(directory)
             with ExitStack() as opened:
                 fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 opened.callback(os.close, fd)
@@ -181,7 +181,7 @@ def is_still_at(path: Path, known: os.stat_result) -> bool:
 
 
 # -- may it be used --------------------------------------------------------------------------------------------------
-def _prepare(directory: Path, allow_network: bool) -> None:
+def _prepare(directory: Path) -> None:
     if directory.is_symlink() and not directory.exists():
         raise StoreError(f"store directory {directory} is a link to nothing; give a directory")
     if directory.exists() and not directory.is_dir():
@@ -198,10 +198,10 @@ def _prepare(directory: Path, allow_network: bool) -> None:
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise StoreError(f"store directory {directory} is not writable; change its permissions or give another")
     file_system = file_system_type(directory)
-    if file_system in NETWORK_FILE_SYSTEMS and not allow_network:
+    if file_system in NETWORK_FILE_SYSTEMS:
         raise StoreError(
             f"store directory {directory} is on a network file system ({file_system}), where locks and memory maps "
-            "cannot be trusted; give a local one, or allow it explicitly"
+            "cannot be trusted; give a local one"
         )
 
 

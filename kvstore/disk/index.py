@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.forest import Candidate, EvictionTree, select
 from kvstore.blocks.ids import NO_TOKENS, BlockId, child_block_id
 from kvstore.blocks.records import Evict
-from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -214,7 +213,7 @@ class DiskIndex:
         return self._entries[block_id].stored_bytes
 
     def select(self, what: Evict, is_pinned: Callable[[BlockId], bool] | None = None) -> list[BlockId]:
-        """All blocks that `what` selects; see `kvstore.blocks.selection`."""
+        """All blocks that `what` selects; see `kvstore.blocks.forest.select`."""
         return select(what, self.links, self._candidate, self._known, self.bytes.total, self._clock(), is_pinned)
 
     def _candidate(self, block_id: BlockId) -> Candidate:

@@ -1,6 +1,7 @@
 """The disk tier: blocks in LMDB, each written whole or not at all, and checked whenever it is read.
 
-Does not decide what stays. One thread writes, any number read; neither raises for failures of the world.
+Does not decide what stays. Checks every block when asked to, and changes nothing then. One thread writes, any number
+read; neither raises for failures of the world.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -20,10 +23,9 @@ from kvstore.disk import codec
 from kvstore.disk import format as disk_format
 from kvstore.disk.blocks_file import WORLD_ERRORS, BlocksFile, CompactReport
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.env import LOGGER
+from kvstore.disk.env import LOGGER, keys_after
 from kvstore.disk.format import Tables, WriteError
 from kvstore.disk.index import DiskIndex, IndexEntry
-from kvstore.disk.verify import VerifyReport, verify
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.stats import Counts
@@ -31,6 +33,7 @@ from kvstore.tiers.port import GONE, Chain, Keeps, ReadJob, Stored, WriteBatch, 
 
 RATE_MIN_BYTES = 1 << 20
 DELETE_BATCH = 4096
+VALUES_BATCH, INDEX_BATCH = 32, 4096  # of one transaction of a check, so that the store can be used meanwhile
 
 Put = tuple[BlockRecord, memoryview]
 
@@ -249,7 +252,7 @@ class DiskTier:
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
         """Read every block and check it. progress: called with the number of blocks so far."""
-        return verify(self.file, progress)
+        return _verify(self.file, progress)
 
     def compact(self, codec_name: str | None = None) -> CompactReport:
         """Rewrite the file without free pages, and its blocks in this codec; reads go on until the swap. What is exact
@@ -335,3 +338,77 @@ def _shrink(tier: DiskTier) -> None:
             f"the disk tier takes more than its {allowed} until it can be compacted: {error}",
             RuntimeWarning, stacklevel=3,
         )  # fmt: skip
+
+
+# -- checking every block ----------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class VerifyReport:
+    """The result of a check of every block.
+
+    num_orphans: values without an index record, or records without a value. num_heads: blocks whose parent is not
+    stored: the first of a chain, or one that lost its parent. bad_ids: corrupt blocks and orphans. num_deleted: how
+    many of these the caller deleted. is_complete: False when the check had to stop, because the file is damaged or was
+    closed.
+    """
+
+    num_ok: int = 0
+    num_corrupt: int = 0
+    num_orphans: int = 0
+    num_heads: int = 0
+    num_deleted: int = 0
+    bad_ids: list[BlockId] = field(default_factory=list)
+    is_complete: bool = True
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as a dict, with only the first bad ids."""
+        return {**asdict(self), "bad_ids": [block_id.hex() for block_id in self.bad_ids[:100]]}
+
+    def check_values(self, txn: Any, tables: Tables, last: bytes) -> bytes:
+        """Check the next values behind this one. Returns the last of them."""
+        for key, value in keys_after(txn, tables.values, last or None, VALUES_BATCH):
+            last, header = key, codec.decode_header(value)
+            packed = txn.get(key, db=tables.index)
+            if header is None or header.record.block_id != key or not codec.is_intact(value, header):
+                self._corrupt(key)
+            elif packed is None:
+                self._orphan(key)
+            elif not _agree(header, disk_format.unpack_index(key, bytes(packed)), len(value), tables):
+                self._corrupt(key)
+            else:
+                self.num_ok += 1
+                self.num_heads += txn.get(header.record.parent_id, db=tables.index) is None
+        return last
+
+    def check_index(self, txn: Any, tables: Tables, last: bytes) -> bytes:
+        for key, _ in keys_after(txn, tables.index, last or None, INDEX_BATCH):
+            last = key
+            if txn.get(key, db=tables.values) is None:
+                self._orphan(key)
+        return last
+
+    def _corrupt(self, block_id: BlockId) -> None:
+        self.num_corrupt += 1
+        self.bad_ids.append(block_id)
+
+    def _orphan(self, block_id: BlockId) -> None:
+        self.num_orphans += 1
+        self.bad_ids.append(block_id)
+
+
+def _verify(file: BlocksFile, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
+    """Check every block. progress: called with the number of blocks so far."""
+    report = VerifyReport()
+    for check in (report.check_values, report.check_index):
+        before: bytes | None = None
+        last: bytes | None = b""
+        while last is not None and last != before:
+            before, last = last, file.look_up(partial(check, last=last), None)
+            if last not in (None, before):
+                progress(report.num_ok + len(report.bad_ids))
+        report.is_complete = report.is_complete and last is not None
+    return report
+
+
+def _agree(header: codec.Header, entry: IndexEntry | None, value_bytes: int, tables: Tables) -> bool:
+    stored_bytes = disk_format.footprint(value_bytes, tables.page_bytes)
+    return entry is not None and entry.parent_id == header.record.parent_id and entry.stored_bytes == stored_bytes

@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-from kvstore.blocks.forest import ParentsInFlight, children_of, with_descendants
+from kvstore.blocks.forest import Candidate, ParentsInFlight, children_of, select, with_descendants
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import BlockRecord, Evict
-from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import EvictionOrder
 from kvstore.stats import Losses
@@ -201,7 +200,7 @@ class CpuTier:
         return held
 
     def select(self, what: Evict, block_bytes: int) -> list[BlockId]:
-        """All blocks that `what` means; see `kvstore.blocks.selection`."""
+        """All blocks that `what` means; see `kvstore.blocks.forest.select`."""
 
         def candidate(arena_block: int) -> Candidate:
             record = self._records[arena_block]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.forest import Candidate, EvictionTree, select
 from kvstore.blocks.records import BlockRecord, Evict
-from kvstore.blocks.selection import Candidate, select
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.memory.tier import CpuTier
 

@@ -127,11 +127,10 @@ def test_not_writable_is_refused(tmp_path, monkeypatch):
         StoreDirectory.open(tmp_path)
 
 
-def test_a_network_file_system_needs_the_flag(tmp_path, monkeypatch):
+def test_a_network_file_system_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_open, "file_system_type", lambda path: "nfs4")
     with pytest.raises(StoreError, match="nfs4"):
         StoreDirectory.open(tmp_path)
-    StoreDirectory.open(tmp_path, allow_network=True).close()
 
 
 def test_file_system_type_takes_the_longest_mount(tmp_path):

@@ -17,7 +17,7 @@ from kvstore.config import CODEC_NAMES
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.verify import VerifyReport
+from kvstore.disk.tier import VerifyReport
 from kvstore.errors import DegradedError, StoreError
 from tests.support.faults import copying_that, disk_with
 from tests.support.store.disk_store import (
