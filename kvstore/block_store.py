@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -56,11 +57,13 @@ class BlockStore:
             self._names = Namespace(disk.directory.secret, namespace, label(owner))
             self._capacity_bytes = capacity_bytes
             names = self._names
-            parts = open_host_parts(disk, capacity_bytes, policy, names.fingerprint.hex(), {names.root})
-            self._running = _Upkept(parts, owner, opened)
-        self._parts = self._running.parts
-        self._store, self._lock = self._parts.store, self._parts.lock
-        self._finalizer = weakref.finalize(self, self._running.close)  # also at the interpreter's exit
+            self._parts = parts = open_host_parts(disk, capacity_bytes, policy, names.fingerprint.hex(), {names.root})
+            opened.callback(parts.close)
+            control = ControlServer(disk.directory, partial(_answer, parts, owner))
+            opened.pop_all()
+        parts.keep_house()
+        self._owner, self._store, self._lock = owner, parts.store, parts.lock
+        self._finalizer = weakref.finalize(self, _close, control, parts)  # also at the interpreter's exit
         leave_to_parent(self, "the store", _finalizer=lambda: None)
 
     # -- blocks ------------------------------------------------------------------------------------------------------
@@ -174,11 +177,15 @@ class BlockStore:
         """Like `Engine.stats()`, without what a store alone does not have. disk: among others read_bytes_per_s and
         write_bytes_per_s, the measured rates, or None.
         """
-        return self._running.stats()
+        return _stats(self._parts, self._owner)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all writes and deletions are durable; False: it takes longer, or the disk cannot be written."""
-        return self._running.flush(timeout_s)
+        try:
+            self._parts.flush(timeout_s)
+        except StoreError:
+            return False
+        return True
 
     def close(self) -> None:
         """Write what waits, for 5 s at most, and release the store.
@@ -242,56 +249,33 @@ class _Closed:
         raise StoreError("the store was closed; open it again")
 
 
-class _Upkept:
-    """Background work of an open store.
+def _answer(parts: DiskParts[HostBlocks], owner: str, command: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
+    """Answer another process. Raises KVStoreError."""
+    request = read_arguments(command, arguments)
+    if command == "stats":
+        return _stats(parts, owner)
+    if command == "verify":
+        return {**parts.verify(request.delete), "set_aside": []}
+    if command == "compact":
+        return parts.compact(request.codec)
+    if command == "evict" and isinstance(request, EvictRequest) and request.session is None:
+        amounts, _ = parts.evict(request.selection(None))
+        on_disk = amounts["disk"]
+        tiers = {"disk": {"blocks": on_disk.num_blocks, "bytes": on_disk.num_bytes}}
+        return {"dry_run": request.dry_run, "tiers": tiers}
+    if command == "sessions":
+        return {"sessions": []}
+    raise StoreError(f"the store is used by {owner} for blocks alone: it has no sessions")
 
-    Does not refer to the BlockStore, which may be dropped unclosed. opened: undone when it cannot run.
-    """
 
-    def __init__(self, parts: DiskParts[HostBlocks], owner: str, opened: ExitStack) -> None:
-        self.parts = parts
-        self._owner = owner
-        opened.callback(parts.close)
-        assert parts.directory is not None
-        self._control = ControlServer(parts.directory, self._handle)
-        opened.pop_all()
-        parts.keep_house()
-        self._is_closed = False
-        leave_to_parent(self, "the store", _is_closed=True)
+def _stats(parts: DiskParts[HostBlocks], owner: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(("hbm", "cpu", "sessions", "requests", "tokens"))
+    return {"model": owner, **nothing, **parts.stats()}
 
-    def _handle(self, command: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
-        """Answer another process. Raises KVStoreError."""
-        request = read_arguments(command, arguments)
-        if command == "stats":
-            return self.stats()
-        if command == "verify":
-            return {**self.parts.verify(request.delete), "set_aside": []}
-        if command == "compact":
-            return self.parts.compact(request.codec)
-        if command == "evict" and isinstance(request, EvictRequest) and request.session is None:
-            amounts, _ = self.parts.evict(request.selection(None))
-            on_disk = amounts["disk"]
-            tiers = {"disk": {"blocks": on_disk.num_blocks, "bytes": on_disk.num_bytes}}
-            return {"dry_run": request.dry_run, "tiers": tiers}
-        if command == "sessions":
-            return {"sessions": []}
-        raise StoreError(f"the store is used by {self._owner} for blocks alone: it has no sessions")
 
-    def stats(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("hbm", "cpu", "sessions", "requests", "tokens"))
-        return {"model": self._owner, **nothing, **self.parts.stats()}
-
-    def flush(self, timeout_s: float | None) -> bool:
-        try:
-            self.parts.flush(timeout_s)
-        except StoreError:
-            return False
-        return True
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._control.close()
-        self.parts.drain()
-        self.parts.close()
+def _close(control: ControlServer, parts: DiskParts[HostBlocks]) -> None:
+    """No method of a BlockStore, which may be dropped unclosed. In a forked child: no effect."""
+    if not control.is_closed:
+        control.close()
+        parts.drain()
+        parts.close()

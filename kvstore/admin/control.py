@@ -64,7 +64,7 @@ class ControlServer:
         self, directory: StoreDirectory, handler: Handler, request_s: float = REQUEST_S, pulse_s: float = PULSE_S
     ) -> None:
         self._handler, self._pulse_s, self._request_s = handler, pulse_s, request_s
-        self._is_closed = False
+        self.is_closed = False
         self.path, self._private = _place(Path(directory.path))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with ExitStack() as opened:
@@ -74,12 +74,12 @@ class ControlServer:
             directory.announce(self.path)
             opened.pop_all()
         self._server = UnixServer("kvstore-control", listener, self._serve, MAX_CONNECTIONS, self._refuse)
-        leave_to_parent(self, "the store's socket", _is_closed=True)
+        leave_to_parent(self, "the store's socket", is_closed=True)
 
     def close(self) -> None:
         """Stop answering, within about a second, and remove the socket. Twice, or in a forked child: no effect."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             try:
                 self._server.close(grace_s=CLOSE_S)
             finally:
@@ -116,7 +116,7 @@ class ControlServer:
             _send(connection, answer)
 
     def _answer(self, request: _Request) -> bytes:
-        if self._is_closed:
+        if self.is_closed:
             return _error("failure", "the store's owner is closing it; try again")
         try:
             answer = _line({"ok": True, "result": self._handler(request.command, request.arguments)})
