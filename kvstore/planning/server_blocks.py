@@ -232,7 +232,7 @@ class ServerBlocks:
         if plan is not None:
             store.steps.begun(plan.ticket)
             self.transferred(Transferred(plan.ticket, False, True))
-        if not store.saver.is_saving(stored):
+        if not stored.is_saved:
             self.num_unsaved += sum(not store.stored.holds(name) for name in job.chain[first_block:end_block])
 
     def end(self, job: Job) -> None:

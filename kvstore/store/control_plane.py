@@ -8,7 +8,7 @@ Knows arena blocks and ids, but no tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.blocks.ids import BlockId, Lineage, quantised_id
@@ -21,7 +21,7 @@ from kvstore.store.deletion import Deletion
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Requests, Tracked, Wanted
-from kvstore.store.saving import Saver, StepsInFlight
+from kvstore.store.saving import StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
 from kvstore.store.stored import ChainContent, StoredBlocks, TierReads
@@ -195,12 +195,10 @@ class KVStore:
         if remote is not None and believed is not None and reads is not None:
             self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, self.prefetcher)
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, context.clock, cpu.keep)
-        self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
-        self.steps = StepsInFlight(cpu, self.saver, stats, self._landed)
-        filled = lambda: being_filled(self)  # noqa: E731
-        self.deletion = Deletion(context, disk, planner.block_bytes, filled, self.remote)
+        self.steps = StepsInFlight(cpu, self.requests, self.stored, stats, disk is not None, self._landed)
+        self.deletion = Deletion(context, disk, planner.block_bytes, self.steps, self.remote)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
 
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> tuple[str, ...]:
@@ -216,7 +214,7 @@ class KVStore:
         size, request = self.stored.block_size, self.requests.by_id[request_id]
         first = num_computed_tokens // size
         is_new = not request.wanted.is_open
-        usable = begin = self.saver.num_usable(request, first) if is_new else first
+        usable = begin = self.steps.num_usable(request, first) if is_new else first
         if usable < first and self.requests.keeps_states:
             begin = 0  # it begins where a state is stored, which may be before
         found = self._matcher.match(request, begin, first + max_tokens // size)
@@ -290,11 +288,11 @@ class KVStore:
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """Remove a request that has ended or was preempted, and return it."""
-        self.saver.name_full_blocks(ending=self.requests.by_id.get(request_id))
+        self.steps.name_full_blocks(ending=self.requests.by_id.get(request_id))
         self.prefetcher.remove(request_id)
         request = self.requests.remove(request_id)
         if request is not None:
-            self.saver.remove(request)
+            self.steps.remove(request)
             if self.disk is not None:
                 self.disk.contents.touch(request.chain, request.conversation)
             if request.conversation is not None:
@@ -319,7 +317,7 @@ class KVStore:
 
         reads_ahead: also start reads for waiting requests, which examines all of them.
         """
-        self.saver.name_full_blocks()
+        self.steps.name_full_blocks()
         self.ended += [*self._transfers.completed(), *self._io.completed()]
         moved = bool(self.ended)
         while self.ended:  # one at a time, so that an error loses none of the others
@@ -468,7 +466,7 @@ class KVStore:
             "cpu": self.cpu.as_dict(self.planner.block_bytes),
             "store": counts
             | {
-                "unsaved": self.saver.num_unsaved,
+                "unsaved": self.steps.num_unsaved,
                 "state_blocks": self.stored.num_state_blocks,
                 "window_blocks": self.stored.state_span if self.stored.has_windows else 0,
             },
@@ -482,10 +480,3 @@ class KVStore:
         self.cpu.check_integrity(idle)
         self.prefetcher.check_integrity(idle)
         assert not idle or not self.steps.by_ticket, f"steps in flight while idle: {list(self.steps.by_ticket)}"
-
-
-def being_filled(store: KVStore) -> Iterator[int]:
-    """Arena blocks that are being filled with blocks that have no id yet."""
-    yield from store.saver.partial_arena_blocks()
-    for step in store.steps.by_ticket.values():
-        yield from step.written

@@ -1,6 +1,6 @@
 """What a request has in flight: blocks that are read for it and held until it is scheduled.
 
-Control plane, one thread. Only this module writes the records; others read them.
+Control plane, one thread. What a request wants is written only here; others read it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ class Tracked(ChainContent):
     num_told: int = 0  # how many of these the engine knows of
     num_saved_tokens: int = 0  # of its blocks that were not stored before, until the engine asks
     wanted: Wanted = field(default_factory=Wanted)
+    partial: tuple[int, int] | None = None  # block and arena block that its last tokens are being saved to
+    is_saved: bool = True  # whether its next full blocks are saved
+    hole: int | None = None  # the first block that is not saved
 
     @property
     def rank(self) -> Rank:

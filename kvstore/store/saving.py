@@ -8,7 +8,7 @@ without it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,15 +22,6 @@ from kvstore.store.seam import StepSpan
 from kvstore.store.stored import StoredBlocks
 
 MAX_UNSAVED = 1 << 20
-
-
-@dataclass(slots=True)
-class Saving:
-    """How far a request is saved."""
-
-    partial: tuple[int, int] | None = None  # block and arena block that its last tokens are being saved to
-    goes_on: bool = True  # whether its full blocks are saved
-    hole: int | None = None  # the first unsaved block, once saving has ended
 
 
 @dataclass(slots=True)
@@ -48,28 +39,30 @@ class StepTransfers:
     is_garbage: bool = False  # it was computed after blocks that did not come
 
 
-@dataclass(eq=False)
-class Saver:
-    """Plans saves, and knows the blocks of HBM that should have been saved and were not.
+class StepsInFlight:
+    """Knows which arena blocks their transfers hold, and the blocks of HBM that should have been saved and were not.
 
-    has_disk: whether blocks that only HBM has are worth computing again, as the disk has room for all.
+    has_disk: whether blocks that only HBM has are worth computing again, as the disk has room for all. landed: called
+    with each arena block that became READY, whose reference it takes over.
     """
 
-    _cpu: CpuTier
-    _requests: Requests
-    _stored: StoredBlocks
-    _stats: StoreStats
-    _has_disk: bool
-
-    def __post_init__(self) -> None:
-        self._block_size = self._stored.block_size
-        self._savings: defaultdict[Tracked, Saving] = defaultdict(Saving)
+    def __init__(
+        self, cpu: CpuTier, requests: Requests, stored: StoredBlocks, stats: StoreStats, has_disk: bool,
+        landed: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._cpu, self._requests, self._stored, self._stats = cpu, requests, stored, stats
+        self._has_disk, self._landed, self._block_size = has_disk, landed, stored.block_size
+        self.by_ticket: dict[int, StepTransfers] = {}
+        self._last_ticket = 0
+        self._next_loads: list[Load | StatePiece] = []  # of the step that is being scheduled
+        self._failed_blocks: list[int] = []  # in HBM
         # Block id -> its parent: holes that a later request closes by computing them.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
         # Full blocks whose last token was not read from the device yet: step, request, index, arena block if saved.
         self._unnamed: list[tuple[StepTransfers, Tracked, int, int | None]] = []
 
-    def plan(self, spans: Sequence[StepSpan], may_save: bool, step: StepTransfers) -> None:
+    # -- what a step saves, and where --------------------------------------------------------------------------------
+    def _plan_saves(self, spans: Sequence[StepSpan], may_save: bool, step: StepTransfers) -> None:
         """Choose arena blocks for the tokens of a step, noted in `step` as they are taken, so that an error leaks none.
 
         may_save: False if the queue is full, so that every new block is dropped.
@@ -116,51 +109,36 @@ class Saver:
                 arena_block = None if arena_block is None else self._continued(request, index, arena_block)
                 self._filled(request, index, arena_block, step)
 
-    def drop_unnamed(self) -> None:
-        """Drop blocks without ids: all requests are about to end."""
-        for step, *_ in self._unnamed:
-            step.num_unnamed = 0
-        self._unnamed = []
-
     def remove(self, request: Tracked) -> None:
-        """A request has ended or was preempted."""
-        if (saving := self._savings.pop(request, None)) is not None:
-            self._drop_partial(saving)
+        """A request has ended or was preempted: release what was reserved for a block that will not become full."""
+        if request.partial is not None:
+            self._cpu.release(request.partial[1])
+            request.partial = None
 
-    def _drop_partial(self, saving: Saving) -> None:
-        """Release what was reserved for a block that will not become full."""
-        if saving.partial is not None:
-            self._cpu.release(saving.partial[1])
-            saving.partial = None
-
-    def is_saving(self, request: Tracked) -> bool:
-        """Whether its full blocks are saved."""
-        saving = self._savings.get(request)
-        return saving is None or saving.goes_on
-
-    def partial_arena_blocks(self) -> Iterator[int]:
-        """Where blocks are that are not full yet."""
-        return (saving.partial[1] for saving in self._savings.values() if saving.partial is not None)
+    def being_filled(self) -> Iterator[int]:
+        """Arena blocks that are being filled with blocks that have no id yet."""
+        yield from (one.partial[1] for one in self._requests.by_id.values() if one.partial is not None)
+        for step in self.by_ticket.values():
+            yield from step.written
 
     def _filled(self, request: Tracked, index: int, arena_block: int | None, step: StepTransfers) -> None:
         if arena_block is not None:
             self._complete(request, index, arena_block, step)
-        elif index == self._savings[request].hole:
+        elif index == request.hole:
             self._mark(request, index, "no room in the CPU tier")
 
     def _arena_block_for(self, request: Tracked, index: int, begins: bool, may_save: bool) -> int | None:
         """Where this block's tokens are saved; None when they are not."""
-        saving = self._savings[request]
-        if not begins and saving.partial is not None and saving.partial[0] == index:
-            return self._continued(request, *saving.partial)
-        self._drop_partial(saving)
+        if not begins and request.partial is not None and request.partial[0] == index:
+            return self._continued(request, *request.partial)
+        self.remove(request)
         if len(request.chain) > index and self._stored.holds(request.chain[index]):
             self._unsaved.pop(request.chain[index], None)
             return None  # it is already saved
-        if not saving.goes_on:
+        if not request.is_saved:
             return None
         if not begins:  # another choice of the same prompt computed its first tokens: no lack of room
-            saving.goes_on, saving.hole = False, index
+            request.is_saved, request.hole = False, index
             return None
         if not self._has_parent(request, index):
             self._orphan(request, index)
@@ -169,20 +147,20 @@ class Saver:
         if arena_block is None:
             self._drop(request, index)
             return None
-        saving.partial = (index, arena_block)
+        request.partial = (index, arena_block)
         return arena_block
 
     def _continued(self, request: Tracked, index: int, arena_block: int) -> int | None:
         """Where an earlier step began to save this block, if that step's save has arrived."""
         if self._cpu.state(arena_block) is ArenaBlockState.EMPTY:
             return arena_block
-        self._drop_partial(self._savings[request])
+        self.remove(request)
         self._drop(request, index)
         return None
 
     def _complete(self, request: Tracked, index: int, arena_block: int, step: StepTransfers) -> None:
         """Make a block that this step fills findable, as PENDING. The request's reference becomes the step's."""
-        self._savings[request].partial = None
+        request.partial = None
         if not self._has_parent(request, index):  # evicted or deleted since the block was begun
             self._orphan(request, index)
             self._cpu.release(arena_block)
@@ -194,10 +172,10 @@ class Saver:
         else:  # another request of this step fills the same block
             self._cpu.release(arena_block)
 
-    def plan_state(
+    def _plan_state(
         self, records: list[BlockRecord], row: int, conversation: Conversation | None, step: StepTransfers
     ) -> None:
-        """Choose arena blocks for a state, all or none: see `StepsInFlight.plan_states`."""
+        """Choose arena blocks for a state, all or none."""
         arena_blocks = [one for one in (self._cpu.reserve() for _ in records) if one is not None]
         if len(arena_blocks) < len(records) or not self._stored.holds(records[0].parent_id):
             for arena_block in arena_blocks:
@@ -211,8 +189,7 @@ class Saver:
 
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
-        saving = self._savings[request]
-        saving.goes_on, saving.hole = False, index
+        request.is_saved, request.hole = False, index
 
     def _orphan(self, request: Tracked, index: int) -> None:
         """Note that the block's parent was evicted below HBM.
@@ -221,7 +198,7 @@ class Saver:
         computing again would only evict others.
         """
         self._stats.orphan_saves += 1
-        self._savings[request].goes_on = False
+        request.is_saved = False
         if self._has_disk:
             first = next(first for first in range(index - 1, -1, -1) if self._has_parent(request, first))
             self._mark(request, first, "its parent was evicted")
@@ -236,12 +213,6 @@ class Saver:
             self._stats.losses.note("not_written", "cpu", request.chain[index], why=why)
         if len(self._unsaved) > MAX_UNSAVED:
             self._unsaved.popitem(last=False)
-
-    def lost(self, arena_block: int) -> None:
-        """Note that a save failed after its arena block was announced."""
-        if (record := self._cpu.record(arena_block)) is not None:
-            self._unsaved[record.block_id] = record.parent_id
-            self._stats.losses.note("not_written", "cpu", record.block_id, why="its save failed")
 
     def num_usable(self, request: Tracked, num_hit: int) -> int:
         """How many of `num_hit` blocks in HBM come before a hole that can be closed now. The rest is computed and
@@ -264,17 +235,7 @@ class Saver:
     def num_unsaved(self) -> int:
         return len(self._unsaved)
 
-
-class StepsInFlight:
-    """landed: called with each arena block that became READY, whose reference it takes over."""
-
-    def __init__(self, cpu: CpuTier, saver: Saver, stats: StoreStats, landed: Callable[[int], None]) -> None:
-        self._cpu, self._saver, self._stats, self._landed = cpu, saver, stats, landed
-        self.by_ticket: dict[int, StepTransfers] = {}
-        self._last_ticket = 0
-        self._next_loads: list[Load | StatePiece] = []  # of the step that is being scheduled
-        self._failed_blocks: list[int] = []  # in HBM
-
+    # -- the transfers of a step -------------------------------------------------------------------------------------
     def add_loads(self, loads: Sequence[Load | StatePiece]) -> None:
         """Add loads to the next plan."""
         self._next_loads += loads
@@ -284,7 +245,7 @@ class StepsInFlight:
         # Registered before it holds anything, so that a step that is cut off in here can be dropped.
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers()
-        self._saver.plan(spans, may_save, step)
+        self._plan_saves(spans, may_save, step)
         step.loads, self._next_loads = tuple(self._next_loads), []
         if not step.loads and not step.saves:
             del self.by_ticket[ticket]
@@ -302,7 +263,7 @@ class StepsInFlight:
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers(begun=True)
         for row, records in states:
-            self._saver.plan_state(records, row, conversation, step)
+            self._plan_state(records, row, conversation, step)
         if not step.states:
             del self.by_ticket[ticket]
             return None
@@ -318,7 +279,9 @@ class StepsInFlight:
             step = self.by_ticket.pop(ticket)
             self._release_loads(step)
             self._end_saves(step, False)
-        self._saver.drop_unnamed()
+        for step, *_ in self._unnamed:  # all requests are about to end
+            step.num_unnamed = 0
+        self._unnamed = []
         loads, self._next_loads = self._next_loads, []
         self._release(loads)
 
@@ -382,8 +345,11 @@ class StepsInFlight:
 
     def _lose(self, arena_block: int) -> None:
         """An announced block will not come, nor will what later steps save behind it."""
-        lost = {self._cpu.record(arena_block).block_id}  # type: ignore[union-attr]
-        self._saver.lost(arena_block)
+        record = self._cpu.record(arena_block)
+        assert record is not None
+        lost = {record.block_id}
+        self._unsaved[record.block_id] = record.parent_id
+        self._stats.losses.note("not_written", "cpu", record.block_id, why="its save failed")
         self._cpu.fail(arena_block)
         self._stats.dropped_saves += 1
         for step in self.by_ticket.values():

@@ -102,8 +102,8 @@ def held_arena_blocks(sim: Simulation) -> dict[int, int]:
     for request in sim.store.requests.by_id.values():
         for arena_block in request.wanted.arena_blocks.values():
             held[arena_block] = held.get(arena_block, 0) + 1
-    for arena_block in sim.store.saver.partial_arena_blocks():
-        held[arena_block] = held.get(arena_block, 0) + 1
+        if request.partial is not None:
+            held[request.partial[1]] = held.get(request.partial[1], 0) + 1
     return held
 
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from kvstore.blocks.ids import BlockId, quantised_id
+from kvstore.blocks.records import TransferPlan
 from kvstore.config import CacheTiers
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.opening import OpenDisk
@@ -178,16 +179,16 @@ class Simulation:
 
     def _watch_plan(self) -> None:
         """Where arena blocks for saves are taken something may fail; elsewhere that is no place for an error."""
-        plan = self.store.saver.plan
+        plan = self.store.steps.plan
 
-        def watched(*given: object) -> None:
+        def watched(*given: object) -> TransferPlan | None:
             self.cpu.is_planning = True
             try:
-                plan(*given)
+                return plan(*given)
             finally:
                 self.cpu.is_planning = False
 
-        self.store.saver.plan = watched
+        self.store.steps.plan = watched
 
     def _sum_up(self) -> None:
         """What was counted since the store was opened goes to the counts of the whole run."""

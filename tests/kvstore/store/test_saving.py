@@ -71,7 +71,7 @@ def test_a_block_is_saved_when_its_last_token_is_known(made):
     made.save((request, 0, SIZE))
     assert made.cpu.pool.num_cached == 0
     request.chain += named.chain
-    made.saver.name_full_blocks()
+    made.steps.name_full_blocks()
     made.steps.end_steps()
     assert made.is_saved(request) == [True] and made.stats.saved == 1
 
@@ -79,9 +79,9 @@ def test_a_block_is_saved_when_its_last_token_is_known(made):
 def test_a_request_that_leaves_before_its_block_has_a_name_saves_nothing(made):
     request = made.computed(1, num_named=0)
     made.save((request, 0, SIZE))
-    made.saver.name_full_blocks(ending=request)
+    made.steps.name_full_blocks(ending=request)
     made.ended(request)
-    made.saver.name_full_blocks()
+    made.steps.name_full_blocks()
     made.steps.end_steps()
     assert made.cpu.pool.num_cached == 0
     made.check_idle()
@@ -96,33 +96,33 @@ def test_a_full_tier_ends_the_saving_of_a_request_until_there_is_room_for_its_ho
     made.save((request, 0, 3 * SIZE))
     assert made.is_saved(request) == [True, False, False] and made.stats.dropped_saves == 1
     made.ended(request)
-    assert made.saver.num_usable(request, 3) == 3, "computing again would not help while the tier is full"
+    assert made.steps.num_usable(request, 3) == 3, "computing again would not help while the tier is full"
     made.ended(holder)
     again = made.arrive(made.same(request, "again", (0, 9)), num_hbm_blocks=3)
-    assert made.saver.num_unsaved == 1 and made.saver.num_usable(again, 3) == 1
+    assert made.steps.num_unsaved == 1 and made.steps.num_usable(again, 3) == 1
     made.cpu.forget(request.chain[0])
-    assert made.saver.num_usable(again, 3) == 3, "its parent is gone: it could not be saved"
+    assert made.steps.num_usable(again, 3) == 3, "its parent is gone: it could not be saved"
 
 
 def test_a_later_request_stops_before_a_hole_computes_it_and_closes_it(made):
     request = made.computed(3)
     made.save((request, 0, SIZE))
     made.save((request, SIZE, 2 * SIZE), may_save=False)
-    assert made.is_saved(request) == [True, False, False] and made.saver.num_unsaved == 1
+    assert made.is_saved(request) == [True, False, False] and made.steps.num_unsaved == 1
     made.ended(request)
     again = made.arrive(made.same(request, "again", (0, 9)), num_hbm_blocks=3)
-    assert made.saver.num_usable(again, 3) == 1
+    assert made.steps.num_usable(again, 3) == 1
     made.save((again, SIZE, 2 * SIZE))
-    assert made.is_saved(again) == [True, True, True] and made.saver.num_unsaved == 0
-    assert made.saver.num_usable(again, 3) == 3
+    assert made.is_saved(again) == [True, True, True] and made.steps.num_unsaved == 0
+    assert made.steps.num_usable(again, 3) == 3
 
 
 def test_a_hole_that_somebody_else_has_closed_is_none(made):
     request = made.computed(2)
     made.save((request, 0, 2 * SIZE), may_save=False)
     made.disk.stored.add(request.chain[0])
-    assert made.saver.num_unsaved == 1
-    assert made.saver.num_usable(request, 2) == 2 and made.saver.num_unsaved == 0
+    assert made.steps.num_unsaved == 1
+    assert made.steps.num_usable(request, 2) == 2 and made.steps.num_unsaved == 0
 
 
 @pytest.mark.parametrize(("has_disk", "usable"), [(True, 1), (False, 3)])
@@ -134,7 +134,7 @@ def test_a_block_whose_parent_is_stored_nowhere_is_not_saved(has_disk, usable):
     made.cpu.forget(request.chain[1])
     assert made.save((request, 2 * SIZE, SIZE)) == []
     assert (made.stats.orphan_saves, made.stats.dropped_saves) == (1, 0)
-    assert made.saver.num_usable(request, 3) == usable
+    assert made.steps.num_usable(request, 3) == usable
 
 
 def test_a_parent_that_is_deleted_while_its_child_is_filled_takes_the_child_along(made):
@@ -150,16 +150,16 @@ def test_a_parent_that_is_deleted_while_its_child_is_filled_takes_the_child_alon
 def test_a_block_whose_first_tokens_another_choice_has_computed_is_not_saved(made):
     request = made.computed(2)
     assert made.save((request, 1, 2 * SIZE - 1)) == []
-    assert made.saver.num_unsaved == 1 and (made.stats.dropped_saves, made.stats.orphan_saves) == (0, 0)
+    assert made.steps.num_unsaved == 1 and (made.stats.dropped_saves, made.stats.orphan_saves) == (0, 0)
 
 
 def test_a_save_that_fails_is_a_hole(made):
     request = made.computed(2)
     made.save((request, 0, SIZE))
     made.save((request, SIZE, SIZE), succeeded=False)
-    assert made.is_saved(request) == [True, False] and made.saver.num_unsaved == 1
+    assert made.is_saved(request) == [True, False] and made.steps.num_unsaved == 1
     made.ended(request)
-    assert made.saver.num_usable(request, 2) == 1
+    assert made.steps.num_usable(request, 2) == 1
     made.check_idle()
 
 
@@ -184,7 +184,7 @@ def answering(made: SaveBench):
 
     def name() -> None:
         request.chain.extend(named.chain)
-        made.saver.name_full_blocks()
+        made.steps.name_full_blocks()
         made.steps.end_steps()
 
     return request, name

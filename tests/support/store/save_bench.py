@@ -1,7 +1,7 @@
 """Requests that are computed step by step, and what is saved of them, on tiers without bytes."""
 
 from kvstore.blocks.records import Transferred
-from kvstore.store.saving import Saver, StepsInFlight
+from kvstore.store.saving import StepsInFlight
 from kvstore.store.seam import StepSpan
 from tests.support.store.prefetch_bench import Bench
 
@@ -13,8 +13,7 @@ class SaveBench(Bench):
         super().__init__(num_arena_blocks)
         self.cpu.keep = keep
         self.landed: list[bytes] = []  # what would be written to disk
-        self.saver = Saver(self.cpu, self.requests, self.stored, self.stats, has_disk)
-        self.steps = StepsInFlight(self.cpu, self.saver, self.stats, self._landed)
+        self.steps = StepsInFlight(self.cpu, self.requests, self.stored, self.stats, has_disk, self._landed)
 
     def _landed(self, arena_block: int) -> None:
         self.landed.append(self.cpu.record(arena_block).block_id)
@@ -43,7 +42,7 @@ class SaveBench(Bench):
 
     def ended(self, request) -> None:
         self.remove(request)
-        self.saver.remove(request)
+        self.steps.remove(request)
 
     def is_saved(self, request) -> list[bool]:
         return [self.cpu.arena_block_of(block_id) is not None for block_id in request.chain]
