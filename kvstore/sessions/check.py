@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvstore.errors import StoreError
@@ -69,49 +70,36 @@ def mend(view: View, number: int) -> None:
         view.put(table, place, found.entries[table, place])
 
 
-class _Check:
-    """One walk: every head and all it must have, then whatever belongs to no head.
+def _looked_at(view: View, number: int) -> WholeSession | str | None:
+    """A session, or what is wrong with it; None: it was deleted meanwhile."""
+    if not tables.is_there(view, number):
+        return None
+    try:
+        return whole_session(view, number)
+    except StoreError as error:
+        return str(error)
 
-    lacking: numbers of whole sessions to which not everything leads that should.
+
+def _extra(view: View, places: Counter[str]) -> Iterator[str]:
+    """Compare counts, which is enough: all entries that the heads need exist, so any others belong to no head.
+
+    places: entries that the heads account for, by table.
     """
+    for table in (tables.NAMES, tables.ORDER, tables.EXPIRY, tables.TURNS, tables.REQUESTS, tables.REFS):
+        extra = view.count(table) - places[table]
+        if extra > 0:
+            yield f"{extra} entries in {table!r} belong to no readable session"
 
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.problems: list[str] = []
-        self.lacking: list[int] = []
-        self.num_turns = 0
-        self.places: Counter[str] = Counter()  # entries that the heads account for, by table
 
-    def session(self, number: int) -> None:
+def _bad_tombstones(view: View) -> Iterator[str]:
+    for place, value in view.scan(tables.TOMBSTONES):
         try:
-            found = whole_session(self.view, number)
+            tables.tombstone(place, value)
         except StoreError as error:
-            self.problems.append(str(error))
-            return
-        self.num_turns += len(found.turns)
-        self.places.update(table for table, _ in found.entries)
-        self.places[tables.TURNS] += len(found.turns)
-        if found.lost:
-            self.lacking.append(number)
-        for table, count in Counter(table for table, _ in found.lost).items():
-            self.problems.append(f"{found.name} lacks {count} of its entries in {table!r}")
-
-    def extra(self) -> None:
-        """Compare counts, which is enough: all entries that the heads need exist, so any others belong to no head."""
-        for table in (tables.NAMES, tables.ORDER, tables.EXPIRY, tables.TURNS, tables.REQUESTS, tables.REFS):
-            extra = self.view.count(table) - self.places[table]
-            if extra > 0:
-                self.problems.append(f"{extra} entries in {table!r} belong to no readable session")
-
-    def tombstones(self) -> None:
-        for place, value in self.view.scan(tables.TOMBSTONES):
-            try:
-                tables.tombstone(place, value)
-            except StoreError as error:
-                self.problems.append(str(error))
+            yield str(error)
 
 
-Checked = tuple[CheckReport, Sequence[int]]  # and the numbers of sessions to be mended
+Checked = tuple[CheckReport, Sequence[int]]  # and the numbers of sessions to be mended: whole ones that lack entries
 
 
 def check_apart(read: Callable[[Callable[[View], Any]], Any], version: Callable[[], int]) -> Checked:
@@ -119,32 +107,26 @@ def check_apart(read: Callable[[Callable[[View], Any]], Any], version: Callable[
     servers may write meanwhile, so entries without a session are reported only if nobody did.
     """
 
-    def one(number: int) -> Callable[[View], _Check]:
-        def look(view: View) -> _Check:
-            walk = _Check(view)
-            if tables.is_there(view, number):
-                walk.session(number)
-            return walk
-
-        return look
-
-    def rest(view: View) -> _Check:
-        walk = _Check(view)
-        for each in walks:
-            walk.places.update(each.places)
-        if version() == begun:
-            walk.extra()
-        walk.tombstones()
-        return walk
+    def rest(view: View) -> list[str]:
+        return [*(_extra(view, places) if version() == begun else ()), *_bad_tombstones(view)]
 
     begun = version()
     numbers = read(lambda view: [int.from_bytes(place, "big") for place, _ in view.scan(tables.HEADS)])
-    walks = [read(one(number)) for number in numbers]
-    walks.append(read(rest))
+    problems, lacking, num_turns, places = list[str](), list[int](), 0, Counter[str]()
+    for number in numbers:
+        found = read(partial(_looked_at, number=number))
+        if isinstance(found, str):
+            problems.append(found)
+        elif found is not None:
+            num_turns += len(found.turns)
+            places.update(table for table, _ in found.entries)
+            places[tables.TURNS] += len(found.turns)
+            lacking += [number] if found.lost else []
+            lost = Counter(table for table, _ in found.lost)
+            problems += [f"{found.name} lacks {num} of its entries in {table!r}" for table, num in lost.items()]
+    problems += read(rest)
     num_refs, num_tombstones = read(lambda view: (view.count(tables.REFS), view.count(tables.TOMBSTONES)))
-    problems = tuple(problem for walk in walks for problem in walk.problems)
-    report = CheckReport(len(numbers), sum(walk.num_turns for walk in walks), num_refs, num_tombstones, problems)
-    return report, [number for walk in walks for number in walk.lacking]
+    return CheckReport(len(numbers), num_turns, num_refs, num_tombstones, tuple(problems)), lacking
 
 
 def check(view: View) -> Checked:
