@@ -12,7 +12,6 @@ import bisect
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any, cast
@@ -256,77 +255,29 @@ def _density(hazards: Array) -> Array:
     return cast(Array, np.stack(slopes, axis=1))
 
 
-class Away:
-    """Conversations that rest: category and time of last use of each, as they were when it was added, in arrays.
-
-    It remembers for each how many buckets of age it is known to have lived through.
+class ReturnLearner:
+    """Follows conversations while they rest, and tells the model: category and time of last use of each, as they were
+    when it began to rest, in arrays. It remembers until when the buckets of age that they lived through are counted.
+    See `conversation.Learner`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: ReturnModel) -> None:
+        self.model = model
         self._places: dict[Conversation, int] = {}
         self._free: list[int] = []
         self._categories = np.zeros(0, np.int64)
         self._used_s = np.zeros(0)  # math.inf at free places: they have no age
         self._counted_s = -math.inf
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, conversation: Conversation) -> None:
-        """By its present category and time of use; one that is there is put anew."""
-        self.discard(conversation)
-        if not self._free:
-            size = len(self._used_s)
-            self._free = list(range(2 * size + 63, size - 1, -1))
-            self._categories = np.pad(self._categories, (0, size + 64))
-            self._used_s = np.pad(self._used_s, (0, size + 64), constant_values=math.inf)
-        place = self._places[conversation] = self._free.pop()
-        self._categories[place], self._used_s[place] = conversation.category, conversation.used_s
-
-    def discard(self, conversation: Conversation) -> tuple[int, int] | None:
-        """Take it away; returns its category, and how many buckets it had lived through when they were counted last."""
-        place = self._places.pop(conversation, None)
-        if place is None:
-            return None
-        category, used_s = int(self._categories[place]), float(self._used_s[place])
-        self._used_s[place] = math.inf
-        self._free.append(place)
-        return category, bucket_of(self._counted_s - used_s)
-
-    def advance(self, now_s: float, on_pass: Callable[[int, int, int], None]) -> None:
-        """Call on_pass(category, bucket, how many) for those that left a bucket since the last call, by getting older.
-
-        Nanoseconds for each that is away.
-        """
-        then_s, self._counted_s = self._counted_s, now_s
-        if now_s <= then_s:  # a clock that was set back: better to count some twice than none for long
-            return
-        edges = np.array(EDGES_S)
-        before, after = (np.searchsorted(edges, time_s - self._used_s, side="right") for time_s in (then_s, now_s))
-        older = np.flatnonzero(after > before)
-        for bucket in range(NUM_BUCKETS - 1):
-            left = older[(before[older] <= bucket) & (bucket < after[older])]
-            for category, num in enumerate(np.bincount(self._categories[left]).tolist()):
-                if num:
-                    on_pass(category, bucket, num)
-
-
-class ReturnLearner:
-    """Follows conversations while they are away, and tells the model; `conversation.Learner`."""
-
-    def __init__(self, model: ReturnModel) -> None:
-        self.model = model
-        self._away = Away()
         self._num_changes = 0
         self._num_pending = 0
 
     @property
     def num_away(self) -> int:
-        return len(self._away)
+        return len(self._places)
 
     def returned(self, conversation: Conversation, gap_s: float) -> None:
         """Count it in the category in which it rested; from now on it has that in which it will rest next."""
-        rested = self._away.discard(conversation)
+        rested = self._take_away(conversation)
         if rested is not None:
             category, num_counted = rested
             for bucket in range(num_counted, bucket_of(gap_s)):
@@ -341,15 +292,44 @@ class ReturnLearner:
             conversation.category = category_of(conversation)
         if conversation.used_s < now_s:
             self.advance(now_s)
-        self._away.add(conversation)
+        self._take_away(conversation)
+        if not self._free:
+            size = len(self._used_s)
+            self._free = list(range(2 * size + 63, size - 1, -1))
+            self._categories = np.pad(self._categories, (0, size + 64))
+            self._used_s = np.pad(self._used_s, (0, size + 64), constant_values=math.inf)
+        place = self._places[conversation] = self._free.pop()
+        self._categories[place], self._used_s[place] = conversation.category, conversation.used_s
         self._num_pending += 1
 
     def forgotten(self, conversation: Conversation) -> None:
-        self._away.discard(conversation)
+        self._take_away(conversation)
+
+    def _take_away(self, conversation: Conversation) -> tuple[int, int] | None:
+        """Returns its category, and how many buckets it had lived through when they were counted last; None if it does
+        not rest.
+        """
+        place = self._places.pop(conversation, None)
+        if place is None:
+            return None
+        category, used_s = int(self._categories[place]), float(self._used_s[place])
+        self._used_s[place] = math.inf
+        self._free.append(place)
+        return category, bucket_of(self._counted_s - used_s)
 
     def advance(self, now_s: float) -> None:
-        """Count those that stay away."""
-        self._away.advance(now_s, self.model.passed)
+        """Count those that left a bucket since the last call, by getting older. Nanoseconds for each that is away."""
+        then_s, self._counted_s = self._counted_s, now_s
+        if now_s <= then_s:  # a clock that was set back: better to count some twice than none for long
+            return
+        edges = np.array(EDGES_S)
+        before, after = (np.searchsorted(edges, time_s - self._used_s, side="right") for time_s in (then_s, now_s))
+        older = np.flatnonzero(after > before)
+        for bucket in range(NUM_BUCKETS - 1):
+            left = older[(before[older] <= bucket) & (bucket < after[older])]
+            for category, num in enumerate(np.bincount(self._categories[left]).tolist()):
+                if num:
+                    self.model.passed(category, bucket, num)
 
     def poll(self, now_s: float) -> None:
         """When enough has changed: count those that stay away, and publish new ranks. O(1) otherwise."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from kvstore.policy.return_model import (
     NUM_BUCKETS,
     NUM_CATEGORIES,
     UPPER_S,
-    Away,
     ReturnLearner,
     ReturnModel,
     bucket_of,
@@ -252,13 +252,15 @@ def test_extreme_state_gives_finite_ranks(which, num):
 def test_passes_are_counted_once_however_often_one_asks(seed):
     """Against counting each conversation by itself, with additions, departures and late ones at random."""
     rng = random.Random(seed)
-    away, now_s = Away(), 1000.0
+    now_s = 1000.0
     counted: dict[tuple[int, int], int] = {}
     expected: dict[tuple[int, int], int] = {}
     seen_s: dict[Conversation, float] = {}  # until when its passes are counted
 
-    def on_pass(category: int, bucket: int, num: int) -> None:
+    def on_pass(category: int, bucket: int, num: int = 1) -> None:
         counted[category, bucket] = counted.get((category, bucket), 0) + num
+
+    learner = ReturnLearner(SimpleNamespace(passed=on_pass, returned=lambda *_: None))
 
     def expect(one: Conversation, until: int) -> None:
         for bucket in range(bucket_of(seen_s[one] - one.used_s), until):
@@ -270,20 +272,16 @@ def test_passes_are_counted_once_however_often_one_asks(seed):
         if kind < 0.5 or not seen_s:
             late = rng.random() < 0.2
             one = conversation(number, now_s - rng.expovariate(0.01) if late else now_s, rng.randrange(3))
-            if late:
-                away.advance(now_s, on_pass)
-            away.add(one)
+            learner.rested(one, now_s)
             seen_s[one] = now_s
         elif kind < 0.7:
             one = rng.choice(list(seen_s))
-            category, num_counted = away.discard(one)
-            for bucket in range(num_counted, bucket_of(now_s - one.used_s)):
-                on_pass(category, bucket, 1)
             expect(one, bucket_of(now_s - one.used_s))
+            learner.returned(one, now_s - one.used_s)
             del seen_s[one]
         else:
-            away.advance(now_s, on_pass)
-    away.advance(now_s, on_pass)
+            learner.advance(now_s)
+    learner.advance(now_s)
     for one in seen_s:
         expect(one, bucket_of(now_s - one.used_s))
     assert counted == expected
@@ -344,13 +342,14 @@ def test_ranks_are_published_when_enough_has_changed():
 
 
 def test_a_clock_that_was_set_back_does_not_stop_the_counting():
-    away, passed = Away(), []
-    one = Conversation(1, 0, 0.0, 1e9, use=1)
-    away.add(one)
-    away.advance(1e9 + 365 * 86400, lambda *_: None)  # a glitch
-    away.advance(1e9 + 1, lambda *_: None)
-    away.advance(1e9 + 100, lambda category, bucket, num: passed.append(num))
-    assert sum(passed) > 5
+    model = ReturnModel()
+    learner = ReturnLearner(model)
+    learner.rested(Conversation(1, 0, 0.0, 1e9, use=1), 1e9)
+    learner.advance(1e9 + 365 * 86400)  # a glitch
+    learner.advance(1e9 + 1)
+    before = sum(counts(model, 0))
+    learner.advance(1e9 + 100)
+    assert sum(counts(model, 0)) > before + 5
 
 
 def test_very_many_at_once_are_counted_within_the_bound_and_accepted_again():
