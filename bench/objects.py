@@ -24,10 +24,10 @@ from bench.common import Report, alternate, arguments, median, run, spread
 from bench.remote import SIZES, ThroughTier, timed
 from kvstore.remote.names import BlockNames, FleetSecret
 from kvstore.remote.object_address import parse_object_url
-from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
+from kvstore.remote.object_blocks import ObjectBlocks
 from kvstore.remote.object_client import open_store
 
-PATIENT = Deadlines(60.0, 60.0)
+PATIENT_S = 60.0
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def answers(address: str) -> bool:
 def bench_store(report: Report, repeats: int, url: str, name: str, size: int, num_bytes: int) -> None:
     names = BlockNames(FleetSecret("a secret for this benchmark alone"), size.to_bytes(32, "little"))
     address = parse_object_url(url)
-    shared = ObjectBlocks(address, names, 1000.0, 16, size, deadlines=PATIENT)
+    shared = ObjectBlocks(address, names, 1000.0, 16, size, ask_s=PATIENT_S, transfer_s=PATIENT_S)
     count = max(1, num_bytes // size // shared.group_blocks) * shared.group_blocks
     through, store = ThroughTier(shared, size, count), open_store(address)
     groups = [one["path"] for page in obstore.list(store, names.prefix) for one in page]

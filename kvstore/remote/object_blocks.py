@@ -52,6 +52,7 @@ FIRST_GROUPS = 8  # that are asked for at once, then as many as were found
 STATES_AT_ONCE = 64
 MOST_DELETES, MOST_STATE_DELETES = 4000, 256  # within a deadline
 MOST_RENEWALS = 32  # with one put
+ASK_S, TRANSFER_S = 2.0, 4.0  # deadlines of questions about a chain, and of groups; no request waits this long
 
 
 class GroupPlace(NamedTuple):
@@ -87,14 +88,6 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Of questions about a chain, and of groups. No request waits for so long."""
-
-    ask_s: float = 2.0
-    transfer_s: float = 4.0
-
-
-@dataclass(frozen=True, slots=True)
 class BlockGroup:
     """Blocks [start, end) of a chain."""
 
@@ -102,9 +95,6 @@ class BlockGroup:
     start: int
     end: int
     stored_s: float
-
-
-PROMPT = Deadlines()
 
 
 class ObjectBlocks:
@@ -119,10 +109,11 @@ class ObjectBlocks:
 
     def __init__(
         self, address: ObjectAddress, names: BlockNames, ttl_s: float, block_size: int, block_bytes: int,
-        clock: Callable[[], float] = time.time, deadlines: Deadlines = PROMPT, num_state_blocks: int = 0,
-        state_span: int = 1,
+        clock: Callable[[], float] = time.time, num_state_blocks: int = 0, state_span: int = 1,
+        ask_s: float = ASK_S, transfer_s: float = TRANSFER_S,
     ) -> None:  # fmt: skip
-        self.address, self.names, self.ttl_s, self.clock, self.deadlines = address, names, ttl_s, clock, deadlines
+        self.address, self.names, self.ttl_s, self.clock = address, names, ttl_s, clock
+        self.ask_s, self.transfer_s = ask_s, transfer_s
         self.block_size, self.num_state_blocks, self.state_span = block_size, num_state_blocks, state_span
         self.places = Places()
         nothing = BlockRecord(
@@ -147,7 +138,7 @@ class ObjectSession:
 
     def __init__(self, shared: ObjectBlocks, client: ObjectClient) -> None:
         self._shared, self._client = shared, client
-        self._ask_s, self._transfer_s = shared.deadlines.ask_s, shared.deadlines.transfer_s
+        self._ask_s, self._transfer_s = shared.ask_s, shared.transfer_s
 
     def close(self) -> None:
         self._client.close()

@@ -25,7 +25,7 @@ class Prefetcher:
     """num_disk_blocks: the disk's capacity, 0 without one. choose: decides how a request gets what it wants.
 
     refresh: called with conversations that enter or leave the window. may_read: whether there is a tier below the CPU
-    tier; None: only if there is a disk.
+    tier.
     """
 
     def __init__(
@@ -35,12 +35,11 @@ class Prefetcher:
         choose: Callable[[Tracked], LoadChoice],
         num_disk_blocks: int,
         refresh: Callable[[Conversation], None],
-        may_read: bool | None = None,
+        may_read: bool,
     ) -> None:
-        self._cpu, self._requests, self._choose = cpu, requests, choose
-        self._may_read = num_disk_blocks > 0 if may_read is None else may_read
+        self._cpu, self._requests, self._choose, self._may_read = cpu, requests, choose, may_read
         num_arena_blocks = cpu.pool.num_blocks
-        may_keep_blank = self._may_read and cpu.keep and num_arena_blocks >= 4 * BLANK_SHARE
+        may_keep_blank = may_read and cpu.keep and num_arena_blocks >= 4 * BLANK_SHARE
         self.num_blank = num_arena_blocks // BLANK_SHARE if may_keep_blank else 0
         self._num_for_saves = num_arena_blocks // SAVE_SHARE if may_keep_blank else 0
         self.waiting = LookAhead(num_arena_blocks - self.num_blank, num_disk_blocks, refresh)

@@ -14,7 +14,7 @@ from kvstore.blocks.records import BlockRecord, Load, StatePiece
 from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
-from kvstore.store.seam import Lookup, Match, NewRequest
+from kvstore.store.seam import Lookup, Match
 from kvstore.store.stored import ChainContent, Restorable, StoredBlocks, TierReads
 from kvstore.tiers.port import AS_HINT, Rank, rank_of_request
 
@@ -134,15 +134,6 @@ class Tracked(ChainContent):
     def num_loadable(self, block_size: int) -> int:
         """The number of blocks that may be loaded: one token is always left to compute."""
         return min((len(self.tokens) // TOKEN_BYTES - 1) // block_size, len(self.chain))
-
-
-def tracked(new: NewRequest, conversation: Conversation) -> Tracked:
-    """A request that was just queued."""
-    tokens = bytearray(token_bytes(new.token_ids))
-    return Tracked(
-        list(new.chain), tokens, new.lineage, new.tenant, new.request_id, new.key, conversation, new.may_load,
-        new.turn_starts,
-    )  # fmt: skip
 
 
 class Requests:

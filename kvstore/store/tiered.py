@@ -17,7 +17,7 @@ from kvstore.stats import Losses
 from kvstore.store.control_plane import KVStore
 from kvstore.store.parts import DRAIN_S, DiskParts
 from kvstore.store.quantised import find_copies
-from kvstore.store.requests import tracked
+from kvstore.store.requests import Tracked
 from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
 
@@ -79,11 +79,7 @@ class TieredConnector:
             if not (is_in_hbm(first) or self.parts.store.stored.holds(first)):
                 return None
             content = ChainContent(list(chain), token_bytes(token_ids), lineage, "")
-            return self._find_copies(content, is_in_hbm)
-
-    def _find_copies(self, content: ChainContent, is_in_hbm: Callable[[BlockId], bool]) -> Lineage | None:
-        store = self.parts.store
-        return find_copies(content, is_in_hbm, store.stored, store.cpu, store.planner)
+            return find_copies(content, is_in_hbm, self.parts.store)
 
     def on_new_request(self, request: NewRequest) -> Arrival:
         with self.parts.lock:
@@ -94,7 +90,10 @@ class TieredConnector:
             if history is not None and (request.conversation is None or history.is_back(request.request_id)):
                 after = found.first_block if found.number < 0 else None
                 history.arrived(request.request_id, time.time(), found.name, len(request.token_ids), after)
-            arrived = tracked(request, found)
+            arrived = Tracked(
+                list(request.chain), bytearray(token_bytes(request.token_ids)), request.lineage, request.tenant,
+                request.request_id, request.key, found, request.may_load, request.turn_starts,
+            )  # fmt: skip
             return Arrival(store.arrive(arrived, request.num_hbm_tokens), found, arrived.num_known)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
@@ -176,7 +175,7 @@ class TieredConnector:
         content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:
             self.parts.store.poll()
-            found = self._find_copies(content, lambda _: False)
+            found = find_copies(content, lambda _: False, self.parts.store)
             if found is not None:
                 content = ChainContent(found.with_copies(found.sources), content.tokens, found, tenant)
             self.parts.store.prefetch(content)

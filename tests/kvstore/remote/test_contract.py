@@ -52,10 +52,10 @@ def in_redis(redis) -> Place:
 
 
 def in_objects(bucket) -> Place:
-    from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
+    from kvstore.remote.object_blocks import ObjectBlocks
 
-    address, patient = parse_object_url(bucket.url), Deadlines(120.0, 120.0)
-    place = Place(lambda names: ObjectBlocks(address, names, TTL_S, 16, SIZE, deadlines=patient))
+    address = parse_object_url(bucket.url)
+    place = Place(lambda names: ObjectBlocks(address, names, TTL_S, 16, SIZE, ask_s=120.0, transfer_s=120.0))
     place.names, place.get, place.set = bucket.names, bucket.get, bucket.set
     return place
 

@@ -30,10 +30,10 @@ class Store:
         if isinstance(at, int):
             tier: BlockTier = RedisBlocks(RedisAddress("127.0.0.1", at, **more), NAMES, 1000.0)  # type: ignore[arg-type]
         else:
-            from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
+            from kvstore.remote.object_blocks import ObjectBlocks
 
-            deadlines = Deadlines(ask_s, 120.0)
-            tier = ObjectBlocks(parse_object_url(at), NAMES, 1000.0, 16, SIZE, deadlines=deadlines)
+            address = parse_object_url(at)
+            tier = ObjectBlocks(address, NAMES, 1000.0, 16, SIZE, ask_s=ask_s, transfer_s=120.0)
         self.tier = TierWorker("remote", tier, self.woken.set, WorkerLimits(gather_s=0.0))
         self.done: list[object] = []
 

@@ -13,7 +13,7 @@ from tests.kvstore.remote.chains import NAMES, SIZE, Made, Server, make_chain, m
 from tests.support.buckets import Directory
 
 pytest.importorskip("obstore")
-from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
+from kvstore.remote.object_blocks import ObjectBlocks
 
 TTL_S = 1000.0
 GROUP = 64  # blocks of SIZE
@@ -26,8 +26,8 @@ def directory(tmp_path):
 
 def server_of(bucket, size: int = SIZE, later_s: float = 0.0, states: tuple[int, int] = (0, 1)) -> Server:
     """One that knows nothing of what others have stored. later_s: its clock is so far ahead."""
-    clock, patient = lambda: time.time() + later_s, Deadlines(120.0, 120.0)
-    return Server(ObjectBlocks(parse_object_url(bucket.url), NAMES, TTL_S, 16, size, clock, patient, *states), size)
+    at, clock = parse_object_url(bucket.url), lambda: time.time() + later_s
+    return Server(ObjectBlocks(at, NAMES, TTL_S, 16, size, clock, *states, ask_s=120.0, transfer_s=120.0), size)
 
 
 def test_blocks_come_back_bit_by_bit_in_groups(bucket):

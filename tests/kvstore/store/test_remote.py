@@ -45,8 +45,9 @@ class RemoteBench(Bench):
         self.stored = StoredBlocks(context, None, self.reads, identity, contents)
         self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
         self.prefetcher = Prefetcher(
-            self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000, lambda one: None
-        )
+            self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000, lambda one: None,
+            True,
+        )  # fmt: skip
         source = RemoteSource(self.tier, None)
         self.remote = RemoteBlocks(
             context, self.planner, source, contents, None, self.stored, self.reads, self.prefetcher

@@ -85,7 +85,7 @@ class Bench:
         self.refreshed: list[Conversation] = []
         self.prefetcher = Prefetcher(
             self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000,
-            self.refreshed.append,
+            self.refreshed.append, True,
         )  # fmt: skip
         self.matcher = Matcher(self.requests, self.prefetcher, self.planner, self.reads, lambda: 0.0, True)
         self.num_made = 0
