@@ -46,14 +46,6 @@ class PrefillJob:
     turn_starts: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
-    """num_blocks: of the prompt, from its beginning, that are in the shared tier now."""
-
-    name: BlockId
-    num_blocks: int
-
-
 class _Refused(Exception):
     """The server answered, but not with success."""
 
@@ -72,7 +64,7 @@ class PrefillServer:
         self.address, self.health, self.counts = address, TierHealth(), Counts(("computed", "blocks"), ("seconds",))
         self._key, self._fingerprint, self._on_progress = key.hex(), fingerprint, on_progress
         self._connections = set[http.client.HTTPConnection]()  # in use; one for each prompt, which takes seconds
-        self._done: deque[PrefillDone] = deque()
+        self._done: deque[tuple[BlockId, int]] = deque()
         self._num_waiting = 0  # prompts that were not polled yet
         self._is_probing = self._closing = False
         self._worker = TierWorker("prefill", None, lambda: None, WorkerLimits(num_readers=NUM_THREADS))
@@ -81,7 +73,7 @@ class PrefillServer:
 
     # -- the control plane's side ------------------------------------------------------------------------------------
     def ask(self, name: BlockId, prompt: PrefillJob) -> bool:
-        """Let it compute a prompt. `PrefillDone` of this name follows, unless this returns False: not now."""
+        """Let it compute a prompt, whose name `completed` will tell, unless this returns False: not now."""
         if self.health.error is not None:
             self.counts.failed("down")
             return False
@@ -93,12 +85,14 @@ class PrefillServer:
         self._worker.submit_read(Task(self._num_waiting, run), AS_HINT)
         return True
 
-    def completed(self) -> list[PrefillDone]:
-        """What has ended since the last call."""
+    def completed(self) -> list[tuple[BlockId, int]]:
+        """The prompts that have ended since the last call, and how many of their first blocks are in the shared tier
+        now.
+        """
         self._worker.completed()  # each task says itself what came of it
         if self.health.retry_in_s == 0.0:
             self._probe()
-        done: list[PrefillDone] = []
+        done: list[tuple[BlockId, int]] = []
         while self._done:
             done.append(self._done.popleft())
         self._num_waiting -= len(done)
@@ -138,7 +132,7 @@ class PrefillServer:
             why = self._counted(error)
             if not isinstance(error, _Refused) or error.status not in WRONG_PROMPT:
                 self.health.failed(why)  # it was not this prompt's fault: nobody waits for the server for a while
-        self._done.append(PrefillDone(name, num_blocks))
+        self._done.append((name, num_blocks))
         self._on_progress()
 
     def _counted(self, error: Exception) -> str:

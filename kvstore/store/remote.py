@@ -18,7 +18,7 @@ from itertools import count
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, state_chain
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.policy.planner import Planner
-from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
+from kvstore.remote.prefill import PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.store.context import Stage, StoreContext
 from kvstore.store.prefetch import Prefetcher
@@ -72,15 +72,12 @@ class Elsewhere:
     def poll(self) -> bool:
         """Let those go on whose server has answered. True when there was one."""
         done = self.server.completed()
-        for one in done:
-            self._ended(one)
+        for name, num_blocks in done:
+            for request in self._waiting.pop(name):
+                is_waiting, request.waits_until_s = request.waits_until_s is not None, None
+                if is_waiting and num_blocks:
+                    self._stored(request)
         return bool(done)
-
-    def _ended(self, done: PrefillDone) -> None:
-        for request in self._waiting.pop(done.name):
-            is_waiting, request.waits_until_s = request.waits_until_s is not None, None
-            if is_waiting and done.num_blocks:
-                self._stored(request)
 
 
 class Questions:

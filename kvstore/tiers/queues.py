@@ -15,7 +15,7 @@ from kvstore.tiers.port import Asked, Chain, Rank, ReadJob, WriteBatch, WriteJob
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Other work for a reading thread: it calls `run`; the result has `key` and whether it succeeded."""
+    """Other work: `run` is called; a reading thread's result has `key` and whether it succeeded."""
 
     key: int
     run: Callable[[], None]
@@ -40,14 +40,7 @@ class Reads:
     task: Task | None = None
 
 
-@dataclass(slots=True)
-class Questioning:
-    """Taken to be asked. asked None: whether a tier that has failed answers again."""
-
-    asked: Asked | None
-
-
-Work = Reads | WriteBatch | Questioning
+Work = Reads | WriteBatch | Asked | Task
 
 
 class RankedReads:

@@ -37,7 +37,7 @@ from kvstore.tiers.port import (
     WriteJob,
     Written,
 )
-from kvstore.tiers.queues import Lane, PendingWrites, Questioning, RankedReads, Reads, Task, Work
+from kvstore.tiers.queues import Lane, PendingWrites, RankedReads, Reads, Task, Work
 
 BATCH_BYTES = 64 << 20
 WAKE_EVERY = 32  # reads, when more are queued
@@ -320,7 +320,7 @@ class TierWorker:
         """
         if lane is Lane.READ:
             return self._take_reads()
-        return self._take_writes() if lane is Lane.WRITE else self._take_questioning()
+        return self._take_writes() if lane is Lane.WRITE else self._take_question()
 
     def _take_reads(self) -> Reads | float | None:
         if not self._reads:
@@ -353,14 +353,14 @@ class TierWorker:
         self._is_writing = bool(batch.jobs or batch.deletes)
         return batch
 
-    def _take_questioning(self) -> Questioning | float | None:
+    def _take_question(self) -> Asked | Task | float | None:
         if self._is_closing:
             return None
         if self._asks:
             self._asking_since_s = self._clock()
-            return Questioning(self._asks.popleft())
+            return self._asks.popleft()
         wait_s = self.health.retry_in_s
-        return Questioning(None) if wait_s == 0 else math.inf if wait_s is None else wait_s
+        return Task(0, self._probe) if wait_s == 0 else math.inf if wait_s is None else wait_s
 
     def run(self, work: Work) -> None:
         """Do it now; what came of it is polled."""
@@ -368,10 +368,10 @@ class TierWorker:
             self._run_reads(work)
         elif isinstance(work, WriteBatch):
             self._run_writes(work)
-        elif work.asked is not None:
-            self._run_question(work.asked)
+        elif isinstance(work, Asked):
+            self._run_question(work)
         else:
-            self._probe()
+            work.run()
 
     def _session(self) -> TierSession:
         found: TierSession | None = getattr(self._local, "session", None)

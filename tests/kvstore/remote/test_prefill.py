@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.blocks.ids import token_bytes
 from kvstore.remote.address import PrefillAddress
-from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
+from kvstore.remote.prefill import PrefillJob, PrefillServer
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY, FINGERPRINT, ROOT = bytes(range(32)), "ab" * 32, b"r" * 32
@@ -96,7 +96,7 @@ def error(status, code):
 
 
 def test_a_prompt_is_computed_there(other, asked):
-    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+    assert ask(asked) and answer(asked) == [(b"one", 2)]
     said = {"token_ids": TOKENS, "root": ROOT.hex(), "fingerprint": FINGERPRINT, "tenant": "ada", "turn_starts": [5]}
     assert other.said == [said]
     assert {key: asked.as_dict()[key] for key in ("computed", "blocks", "failures")} == {
@@ -107,8 +107,8 @@ def test_a_prompt_is_computed_there(other, asked):
 
 def test_a_prompt_that_is_refused_says_nothing_about_others(other, asked):
     other.answers.append(error(400, "context_length_exceeded"))
-    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 0)]
-    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+    assert ask(asked) and answer(asked) == [(b"one", 0)]
+    assert ask(asked) and answer(asked) == [(b"one", 2)]
     assert failures(asked) == {"context_length_exceeded": 1}
 
 
@@ -116,17 +116,17 @@ def test_a_prompt_that_is_refused_says_nothing_about_others(other, asked):
 def test_after_a_failure_nobody_asks_until_a_probe_has_succeeded(other, asked, said):
     other.is_up = False
     other.answers.append(said)
-    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 0)]
+    assert ask(asked) and answer(asked) == [(b"one", 0)]
     assert not ask(asked) and failures(asked)["down"] == 1 and asked.as_dict()["degraded"]
     other.is_up = True
     wait_until(lambda: asked.completed() or not asked.health.error, "a probe succeeds")
-    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+    assert ask(asked) and answer(asked) == [(b"one", 2)]
 
 
 def test_a_server_that_is_late_is_not_waited_for(other, asked):
     other.speaks.clear()
     other.is_up = False
-    assert ask(asked, seconds=0.2) and answer(asked) == [PrefillDone(b"one", 0)]
+    assert ask(asked, seconds=0.2) and answer(asked) == [(b"one", 0)]
     assert failures(asked)["late"] == 1 and not ask(asked)
 
 
