@@ -303,27 +303,14 @@ def with_descendants(block_ids: Iterable[BlockId], records: Iterable[BlockRecord
     return found
 
 
-class ParentsInFlight:
-    """Parents of blocks that are being computed, copied, read or written, each counted once per block."""
+class InFlight(Counter[K]):
+    """What is in flight, counted as often as it is: parents of blocks that are computed, copied, read or written."""
 
-    def __init__(self) -> None:
-        self._nums: Counter[BlockId] = Counter()
-
-    def __contains__(self, block_id: BlockId) -> bool:
-        return block_id in self._nums
-
-    def __len__(self) -> int:
-        return len(self._nums)
-
-    def add(self, parent_id: BlockId) -> None:
-        """Count a block in flight that builds on this one."""
-        self._nums[parent_id] += 1
-
-    def remove(self, parent_id: BlockId) -> None:
-        """Its arrival, or failure, ends the count."""
-        self._nums[parent_id] -= 1
-        if not self._nums[parent_id]:
-            del self._nums[parent_id]
+    def end(self, one: K) -> None:
+        """It is once less, and not in here any more after the last time."""
+        self[one] -= 1
+        if not self[one]:
+            del self[one]
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------

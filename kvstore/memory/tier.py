@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-from kvstore.blocks.forest import Candidate, ParentsInFlight, children_of, select, with_descendants
+from kvstore.blocks.forest import Candidate, InFlight, children_of, select, with_descendants
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
@@ -53,7 +53,7 @@ class CpuTier:
         self._records: list[BlockRecord | None] = [None] * num_arena_blocks
         self._conversations: list[Conversation | None] = [None] * num_arena_blocks
         self._last_used_s = [0.0] * num_arena_blocks
-        self.parents_in_flight = ParentsInFlight()
+        self.parents_in_flight = InFlight[BlockId]()
 
     def arena_block_of(self, block_id: BlockId) -> int | None:
         """Where this block lies in the arena, PENDING or READY."""
@@ -85,7 +85,7 @@ class CpuTier:
             return False
         self._records[arena_block], self._conversations[arena_block] = record, conversation
         self._states[arena_block], self._last_used_s[arena_block] = ArenaBlockState.PENDING, self._clock()
-        self.parents_in_flight.add(record.parent_id)
+        self.parents_in_flight[record.parent_id] += 1
         return True
 
     def publish(self, arena_block: int) -> None:
@@ -115,7 +115,7 @@ class CpuTier:
         self._states[arena_block] = state
         if self._holdings is not None and state is ArenaBlockState.READY:
             self._holdings.stored_record(Place.CPU, record)
-        self.parents_in_flight.remove(record.parent_id)
+        self.parents_in_flight.end(record.parent_id)
 
     def is_needed(self, block_id: BlockId) -> bool:
         """Whether somebody uses this block here, or a block that is here or in flight builds on it."""

@@ -8,10 +8,11 @@ Control plane, one thread.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvstore.blocks.forest import InFlight
 from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import NO_TOKENS, TOKEN_BYTES, BlockId, Lineage, quantised_id, state_chain
 from kvstore.blocks.records import BlockRecord
@@ -187,7 +188,7 @@ class TierReads:
         self.exact = next((tier.name for tier in self._tiers.values() if not tier.is_believed), None)
         self.believed = next((tier.name for tier in self._tiers.values() if tier.is_believed), None)
         self._running: dict[int, tuple[Rank, TierWorker]] = {}  # of each arena block: its rank, and who reads it
-        self._counts: Counter[tuple[Rank, TierWorker]] = Counter()
+        self._counts = InFlight[tuple[Rank, TierWorker]]()
 
     def __contains__(self, arena_block: int) -> bool:
         return arena_block in self._running
@@ -270,10 +271,7 @@ class TierReads:
 
     def _end(self, arena_block: int) -> None:
         """Note that a read is no longer in flight."""
-        kind = self._running.pop(arena_block)
-        self._counts[kind] -= 1
-        if not self._counts[kind]:
-            del self._counts[kind]
+        self._counts.end(self._running.pop(arena_block))
 
     def num_before(self, rank: Rank, tier: str | None) -> int:
         """How many blocks are read from there before one of this rank."""

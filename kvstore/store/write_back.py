@@ -11,11 +11,12 @@ only because every block that is free there has been written.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
+from kvstore.blocks.forest import InFlight
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, is_quantised, quantised_id, with_quantised
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
@@ -55,7 +56,7 @@ class WriteBack:
         self.health = tier.health
         self.dirty: deque[int] = deque()
         self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
-        self._num_submitted: Counter[BlockId] = Counter()
+        self._num_submitted = InFlight[BlockId]()
         self._unsure: set[int] = set()  # of these, those that may have gone to an environment that was set aside
         self.queued = TenantBytes()
         self.before_splice: dict[BlockId, BlockId] = {}
@@ -83,7 +84,7 @@ class WriteBack:
         """Write this READY arena block, and take over its reference."""
         self.dirty.append(arena_block)
         for parent_id in self._parents_of(self._record(arena_block)):
-            self._cpu.parents_in_flight.add(parent_id)
+            self._cpu.parents_in_flight[parent_id] += 1
 
     def _record(self, arena_block: int) -> BlockRecord:
         record = self._cpu.record(arena_block)
@@ -97,7 +98,7 @@ class WriteBack:
     def _let_parents_go(self, record: BlockRecord) -> None:
         """A block was written, or never will be."""
         for parent_id in self._parents_of(record):
-            self._cpu.parents_in_flight.remove(parent_id)
+            self._cpu.parents_in_flight.end(parent_id)
 
     def _file_bytes(self, arena_block: int) -> int:
         """What an incompressible block takes in the file: whole pages, with the value's header."""
@@ -207,10 +208,7 @@ class WriteBack:
         jobs, deletes = done.batch.jobs, done.batch.deletes
         for job in jobs:
             self.queued.add(job.record.tenant, -self._file_bytes(job.handle))
-            block_id = self.submitted.pop(job.handle)
-            self._num_submitted[block_id] -= 1
-            if not self._num_submitted[block_id]:
-                del self._num_submitted[block_id]
+            self._num_submitted.end(self.submitted.pop(job.handle))
         self.contents.removing.ended(deletes, done.error)
         if done.error is not None:
             self._writes_failed(jobs, done.error)
