@@ -275,7 +275,8 @@ def _locked_error(directory: Path, owner: LockInfo) -> StoreLockedError:
 def _write_lock_info(fd: int, socket_path: str | None, name: str) -> None:
     info = LockInfo(os.getpid(), socket_path, "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS])
     os.ftruncate(fd, 0)
-    os.pwrite(fd, msgspec.json.encode(info), 0)
+    with suppress(OSError):  # on a full disk the store opens all the same; who asks then goes by the socket
+        os.pwrite(fd, msgspec.json.encode(info), 0)
 
 
 def read_lock_info(path: str | Path) -> LockInfo | None:

@@ -10,6 +10,8 @@ from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
+from kvstore.hosts.vllm_identity import field
+
 
 def chain_of(context: ReqContext, group: int | None = None) -> list[OffloadKey]:
     """A request's keys for one group of layers, head first. group None: the first group."""
@@ -46,4 +48,5 @@ class RequestKeys:
 
 
 def _all_keys(context: ReqContext) -> dict[OffloadKey, int]:
-    return getattr(context, "_offload_key_positions", {})
+    keys: dict[OffloadKey, int] = field(context, "_offload_key_positions")
+    return keys

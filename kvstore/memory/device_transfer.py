@@ -200,13 +200,15 @@ class DeviceTransfer:
         with suppress(Exception):  # as for loads: the turn has no checkpoint
             streams.wait(Queue.SAVE, streams.record(Queue.COMPUTE))
             streams.launch(Queue.SAVE, partial(self.arena.save_states, plan.states, self._states))
-            job.end = streams.record(Queue.SAVE)
-            streams.wait(Queue.COMPUTE, job.end)
             job.failed = False
+        job.end = self._mark(Queue.SAVE)  # also where only some of its copies were queued
         with self._lock:
             self._in_flight.append(job)
-        if job.end is not None:
-            self._watcher.watch(job.end)
+        if job.end is None:
+            job.failed = True
+            return
+        streams.wait(Queue.COMPUTE, job.end)
+        self._watcher.watch(job.end)
 
     def _launch_loads(self, load: _Load, end: int) -> None:
         """Launch the loads of layers before `end` that were not launched yet, in one launch."""

@@ -298,7 +298,10 @@ class ObjectSession:
         return Written([] if batch.chain is None else self._put(batch.chain, batch.jobs))
 
     def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
-        groups = self._client.run(self._groups(chain), self._ask_s)
+        if is_last := jobs[-1].index == len(chain.ids) - 1:  # the whole chain lives on with its last batch
+            groups = self._client.run(self._groups(chain), self._ask_s)
+        else:
+            groups = self._client.run(self._groups_of(chain, jobs), self._ask_s)
         there = _are_in(groups, chain)
         results = [Stored(job.record.block_id) for job in jobs if there[job.index]]
         missing = enumerate(job for job in jobs if not there[job.index])
@@ -310,8 +313,17 @@ class ObjectSession:
 
         for _, run in groupby(missing, group):
             results += self._put_run([job for _, job in run])
-        self._renew(groups)
+        if is_last:
+            self._renew(groups)
         return results
+
+    async def _groups_of(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[BlockGroup]:
+        """The groups in which these blocks are, as far as they still live."""
+        most = self._shared.group_blocks
+        starts = sorted({job.index - job.index % most for job in jobs})
+        ends = [one for start in starts for one in range(start + 1, min(start + most, len(chain.ids)) + 1)]
+        found = (await self._look(chain, ends)).values()
+        return [group for group in found if self._shared.clock() - group.stored_s <= self._shared.ttl_s]
 
     def _put_run(self, run: Sequence[WriteJob]) -> list[Stored]:
         """Blocks that follow one another: one group, if none of them is gone."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult
 from kvstore.remote.address import RedisAddress
-from kvstore.remote.redis_blocks import ASK_S, RespSession, Value, put_missing
+from kvstore.remote.redis_blocks import ASK_S, PIPELINE_KEYS, RespSession, Value, put_missing
 from kvstore.remote.resp import RespClient
 from kvstore.remote.resp_replies import ErrorReply
 from kvstore.tiers.port import Chain, Keeps, ReadJob, Stored, TierSession, WriteBatch, Written
@@ -51,8 +51,8 @@ class OwnedSession(RespSession):
         return self._values([("GET", job.record.block_id) for job in jobs], jobs)
 
     def write(self, batch: WriteBatch) -> Written:
-        if batch.deletes:
-            self._client.call("DEL", *batch.deletes, timeout_s=PUT_S)
+        for start in range(0, len(batch.deletes), PIPELINE_KEYS):
+            self._client.call("DEL", *batch.deletes[start : start + PIPELINE_KEYS], timeout_s=PUT_S)
         if batch.chain is None:
             return Written()
         there = self._flags("HAS", [job.record.block_id for job in batch.jobs])

@@ -112,10 +112,13 @@ class RedisSession(RespSession):
         return int(1000 * self._ttl_s * (1 + 64 / (64 + index) / TAIL_SHARE))
 
     def ask(self, chain: Chain) -> list[bool]:
-        # Tail first: if this is cut off, no head expires before its tail.
-        commands = [("PEXPIRE", self._names.of(one), self._ttl_ms(i)) for i, one in enumerate(chain.ids, chain.behind)][
-            ::-1
-        ]
+        return self._ask(list(enumerate(chain.ids, chain.behind)))
+
+    def _ask(self, blocks: Sequence[tuple[int, BlockId]]) -> list[bool]:
+        """blocks: with their numbers. Each is asked for after those behind it: if this is cut off, no head expires
+        before its tail.
+        """
+        commands = [("PEXPIRE", self._names.of(one), self._ttl_ms(number)) for number, one in reversed(blocks)]
         found: list[bool] = []
         for start in range(0, len(commands), PIPELINE_KEYS):
             for reply in self._client.pipeline(commands[start : start + PIPELINE_KEYS], timeout_s=ASK_S):
@@ -137,7 +140,12 @@ class RedisSession(RespSession):
         return Written([] if batch.chain is None else self._put(batch.chain, batch.jobs))
 
     def _put(self, chain: Chain, jobs: Sequence[WriteJob]) -> list[Stored]:
-        begun_s, there = time.monotonic(), self.ask(chain)
+        begun_s = time.monotonic()
+        if jobs[-1].index == len(chain.ids) - 1:  # the whole chain lives on with its last batch
+            all_there = self.ask(chain)
+            there = [all_there[job.index] for job in jobs]
+        else:
+            there = self._ask([(chain.behind + job.index, job.record.block_id) for job in jobs])
 
         def store(values: Sequence[Value]) -> list[Stored]:
             # Counted from the beginning: however long this takes, a tail expires before its head.
@@ -152,7 +160,7 @@ class RedisSession(RespSession):
                 for (job, value), error in zip(values, errors, strict=True)
             ]
 
-        return put_missing(jobs, [there[job.index] for job in jobs], store)
+        return put_missing(jobs, there, store)
 
     def _delete(self, block_ids: Sequence[BlockId]) -> None:
         for start in range(0, len(block_ids), PIPELINE_KEYS):

@@ -129,7 +129,7 @@ def remote_source(
     if fleet is None:
         assert owner is not None
         tier = TierWorker("disk", OwnedBlocks(owner), wake, AT_ONCE_LIMITS)
-        return RemoteSource(tier, None, is_told=True)
+        return RemoteSource(tier, None, is_told=True, finds_states=True)  # it deletes what builds on a block
     names = BlockNames(fleet, bytes.fromhex(fingerprint))
     workers = [TierWorker("remote", one, wake, AT_ONCE_LIMITS) for one in open_shared(tiers, names, layout)]
     prefill = None

@@ -66,7 +66,7 @@ class Deletion:
 
     def is_forgotten(self, block_ids: set[BlockId]) -> bool:
         """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""
-        if self._remote is not None and self._remote.deletes.has_some(block_ids):
+        if self._remote is not None and self._remote.is_deleting(block_ids):
             return False
         return self._disk is None or not self._disk.contents.removing.has_some(block_ids)
 

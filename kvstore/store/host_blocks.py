@@ -136,7 +136,7 @@ class HostBlocks:
         index = self.disk.contents.index
         entry = next((entry for block_id in reversed(chain) if (entry := index.get(block_id)) is not None), None)
         stored: list[BlockId] = []
-        while entry is not None:
+        while entry is not None and len(stored) < len(index):  # a host may have named two as each other's parents
             stored.append(entry.block_id)
             entry = index.get(entry.parent_id)
         for block_id in stored[::-1][: MAX_PREFETCHING - self._num_prefetching]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -32,8 +32,8 @@ LEAST_TOKENS = 128  # that are missing; fewer cost little beside the decoding of
 SLOWER = 2.0  # than computing here: so long is waited
 LEAST_S, MOST_S, UNKNOWN_S = 2.0, 60.0, 10.0
 GRACE_S = 1.0  # in which the server's threads say themselves that it is late
-MOST_DELETES = 1 << 20
-ANSWER_S = 0.1  # how long a request waits for an answer
+MOST_DELETES, MOST_NAMED = 1 << 20, 1 << 12  # that wait, and with which states are named
+ANSWER_S, ANSWER_SHARE = 0.1, 0.1  # a request waits so long for an answer, or for this share of computing
 
 
 class Elsewhere:
@@ -81,12 +81,12 @@ class Elsewhere:
 
 
 class Questions:
-    """Which requests and hints wait to hear what is there: of their blocks, and of states behind these. always: wait
-    until the question is given up, instead of ANSWER_S.
+    """Which requests and hints wait to hear what is there: of their blocks, and of states behind these. Where all that
+    is stored is to be loaded, they wait until the question is given up.
     """
 
-    def __init__(self, tier: Believed, stored: StoredBlocks, clock: Callable[[], float], always: bool) -> None:
-        self._tier, self._stored, self._clock, self._always = tier, stored, clock, always
+    def __init__(self, tier: Believed, stored: StoredBlocks, clock: Callable[[], float], planner: Planner) -> None:
+        self._tier, self._stored, self._clock, self._planner = tier, stored, clock, planner
         self._asking: dict[int, tuple[Tracked, int]] = {}  # and how many answers to each question have not come
         self._numbers = count()
 
@@ -100,8 +100,11 @@ class Questions:
         num = self._tier.ask(number, Chain(request.lineage.root, tuple(ids))) if ids else 0
         if num:
             self._asking[number] = request, num
-            wait_s = 0.0 if self._tier.asking_s > ANSWER_S else ANSWER_S
-            request.waits_until_s = math.inf if self._always else self._clock() + wait_s
+            rate = self._planner.prefill_tokens_per_s
+            num_tokens = (len(request.chain) - request.num_hbm_blocks) * size
+            patience_s = max(ANSWER_S, 0.0 if rate is None else ANSWER_SHARE * num_tokens / rate)
+            wait_s = 0.0 if self._tier.asking_s > patience_s else patience_s
+            request.waits_until_s = math.inf if self._planner.always else self._clock() + wait_s
         return num > 0
 
     def answered(self, asked: Asked) -> Tracked | None:
@@ -139,8 +142,9 @@ class RemoteBlocks:
         self._cpu, self._stats, clock = context.cpu, context.stats, context.clock
         self._planner, self._prefetcher, self._stored = planner, prefetcher, stored
         self._ended: deque[Done] = deque()
-        self.questions = Questions(source.tier, stored, clock, planner.always)
+        self.questions = Questions(source.tier, stored, clock, planner)
         self.deletes = Deletions(source.tier, MOST_DELETES)
+        self._unnamed: dict[BlockId, None] = {}  # deleted blocks whose states are not among `deletes` yet
         self.stores = RemoteStores(source.tier, context.cpu, stored, source.read, context.view, clock, self.deletes)
         self.elsewhere = None
         if source.prefill is not None:
@@ -181,6 +185,7 @@ class RemoteBlocks:
                     if block_id not in self.deletes.sizes:
                         self.contents.learn(block_id)
                 self.deletes.ended(done.batch.deletes, done.error)
+        self._name_states()
         self.deletes.pump()
         self.stores.pump()
         if moved:
@@ -218,14 +223,23 @@ class RemoteBlocks:
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """Delete these there, too, with the states behind them, which may be there alone."""
         num_blocks, found = self._stored.num_state_blocks, dict.fromkeys(block_ids)
-        if self._source.finds_states:
-            self.contents.lose([state_chain(one, 1, self._stored.block_size)[0] for one in found if num_blocks])
-            num_blocks = 0
-        states: set[BlockId] = set()
-        for block_id in found if num_blocks else ():
-            if block_id not in states:
-                states.update(state_chain(block_id, num_blocks, self._stored.block_size))
-        self.delete([*found, *(states - found.keys())])
+        self.contents.lose([state_chain(one, 1, self._stored.block_size)[0] for one in found if num_blocks])
+        if num_blocks and not self._source.finds_states:
+            self._unnamed |= found
+        self.delete(list(found))
+
+    def _name_states(self) -> None:
+        """Delete the states behind what is deleted, of which none is known: some at a time, as they are hundreds of
+        names to a block.
+        """
+        while self._unnamed and len(self.deletes.sizes) < MOST_NAMED:
+            block_id = next(reversed(self._unnamed))
+            del self._unnamed[block_id]
+            self.delete(state_chain(block_id, self._stored.num_state_blocks, self._stored.block_size))
+
+    def is_deleting(self, block_ids: Collection[BlockId]) -> bool:
+        """Whether some of these, or states behind them, are not deleted yet."""
+        return self.deletes.has_some(block_ids) or not self._unnamed.keys().isdisjoint(block_ids)
 
     def delete(self, block_ids: Sequence[BlockId]) -> None:
         """Delete these blocks there, and no others."""
@@ -248,11 +262,14 @@ class RemoteBlocks:
 
     def stages(self) -> list[Stage]:
         """Chains that wait to be stored; what the tier has been given, and deletions."""
-        return [self.stores.waiting, lambda: [*self.stores.running, *self.deletes.in_flight()]]
+        return [self.stores.waiting, lambda: [*self.stores.running, *self.deletes.in_flight(), *self._nameable()]]
+
+    def _nameable(self) -> Collection[BlockId]:
+        return () if self._source.tier.is_refusing else self._unnamed.keys()
 
     @property
     def is_idle(self) -> bool:
-        return self.stores.is_drained and not self.deletes.in_flight() and not self._ended
+        return self.stores.is_drained and not self.deletes.in_flight() and not self._nameable() and not self._ended
 
     def as_dict(self) -> dict[str, object]:
         return {

@@ -19,7 +19,8 @@ from kvstore.remote.spread import Believed
 from kvstore.store.stored import ChainContent, Deletions, StoredBlocks
 from kvstore.tiers.port import Chain, WriteDone, WriteJob, chain_batch_blocks
 
-MOST_OFFERS, MOST_TRIED = 1 << 13, 64  # chains that wait, and those of them that are looked at in one poll
+MOST_OFFERED = 1 << 17  # blocks that wait, with the ids and tokens of their chains
+MOST_TRIED = 64  # chains that are looked at in one poll
 MOST_BATCHES = 4  # that the tier has at a time
 OFFER_S = 60.0  # how long a chain may wait until its blocks are on disk
 LENT_SHARE = 8  # without a disk, at most one in so many arena blocks is lent to the tier
@@ -56,7 +57,7 @@ class RemoteStores:
         self._batches: dict[int, tuple[BlockId, dict[BlockId, int | None]]] = {}
         self._undeleted = set[BlockId]()  # of these, what waited to be deleted; it does so again where a write fails
         self._numbers = count()
-        self.num_dropped = 0
+        self.num_dropped = self.num_waiting = 0  # offered blocks: given up, and not handed over yet
         self._block_bytes = self._view(0).nbytes
         self._batch_blocks = chain_batch_blocks(self._block_bytes)
 
@@ -69,9 +70,10 @@ class RemoteStores:
         first = next((i for i, one in enumerate(content.chain[:end]) if not is_known(one)), end)
         if first == end:
             return
-        if len(self._offers) >= MOST_OFFERS:
+        if self.num_waiting + end - first > MOST_OFFERED:
             self.num_dropped += end - first
             return
+        self.num_waiting += end - first
         chain = Chain(content.lineage.root, tuple(content.chain[:end]), tuple(ends), behind)
         self._offers.append(Offer(content, chain, first, end, self._clock() + OFFER_S))
 
@@ -81,8 +83,10 @@ class RemoteStores:
             if self._tier.is_refusing or len(self._batches) >= MOST_BATCHES:
                 return
             offer = self._offers.popleft()
+            self.num_waiting -= offer.end - offer.next
             if self._hand_over(offer) and offer.next < offer.end:
                 self._offers.append(offer)
+                self.num_waiting += offer.end - offer.next
 
     def _hand_over(self, offer: Offer) -> bool:
         """Hand over the next blocks of a chain, as far as possible. Returns False if no more of it ever can be."""
@@ -147,11 +151,6 @@ class RemoteStores:
         waiting = ((offer.chain.root, offer.chain.ids[offer.next : offer.end]) for offer in self.waiting())
         running = self._batches.values()
         return any(root in block_ids or not block_ids.isdisjoint(ids) for root, ids in chain(running, waiting))
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of offered blocks that were not handed over yet."""
-        return sum(offer.end - offer.next for offer in self._offers)
 
     def waiting(self) -> Collection[Offer]:
         """Those that could be handed over."""

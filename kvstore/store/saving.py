@@ -201,7 +201,9 @@ class StepsInFlight:
         request.is_saved = False
         if self._has_disk:
             first = next(first for first in range(index - 1, -1, -1) if self._has_parent(request, first))
-            self._mark(request, first, "its parent was evicted")
+            loss = self._stats.losses.get(request.chain[first])
+            if loss is None or (loss.cause, loss.tier) != ("not_written", "disk"):  # it would be refused again
+                self._mark(request, first, "its parent was evicted")
 
     def _has_parent(self, request: Tracked, index: int) -> bool:
         """Whether the block's parent is stored: without it nobody could load the block."""

@@ -32,25 +32,21 @@ class Deletions:
     """Repeated until a tier has confirmed them. most: how many may wait for a server; None: all. Of what is dropped, a
     believed tier rids itself in time.
 
-    sizes: of all that are not confirmed, in bytes.
+    sizes: of all that are not confirmed, in bytes. num_bytes: their sum, which will be free.
     """
 
     def __init__(self, tier: Believed, most: int | None = None) -> None:
         self._tier, self._most = tier, most
         self.sizes: dict[BlockId, int] = {}
+        self.num_bytes = 0
         # Of these: not handed over yet, or to be tried again.
         self._waiting: defaultdict[TierWorker, dict[BlockId, None]] = defaultdict(dict)
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def num_bytes(self) -> int:
-        """How much will be free."""
-        return sum(self.sizes.values())
+        self._running: set[BlockId] = set()
 
     def add(self, block_id: BlockId, num_bytes: int = 0) -> None:
+        self.drop(block_id)
         self.sizes[block_id] = num_bytes
+        self.num_bytes += num_bytes
         waiting = self._waiting[self._tier.home(block_id)]
         waiting[block_id] = None
         if self._most is not None and len(waiting) > self._most:
@@ -58,23 +54,29 @@ class Deletions:
 
     def drop(self, block_id: BlockId) -> None:
         """Delete it no more: it is written again."""
-        self.sizes.pop(block_id, None)
+        self.num_bytes -= self.sizes.pop(block_id, 0)
         self._waiting[self._tier.home(block_id)].pop(block_id, None)
 
     def pump(self) -> bool:
         """Hand over what waits, but for servers that are away. Returns whether there was anything."""
-        ready = [(worker, waiting) for worker, waiting in self._waiting.items() if waiting and not worker.is_away]
-        for worker, waiting in ready:
-            worker.submit_deletes(tuple(waiting))
-            waiting.clear()
-        return bool(ready)
+        has_some = False
+        for worker, waiting in self._waiting.items():
+            if worker.is_away or not (ready := waiting.keys() - self._running):
+                continue
+            has_some = True
+            worker.submit_deletes(tuple(one for one in waiting if one in ready))
+            self._running |= ready
+            for block_id in ready:
+                del waiting[block_id]
+        return has_some
 
     def ended(self, block_ids: Iterable[BlockId], error: str | None) -> None:
         """The tier has tried these. What was added again meanwhile waits: it may have been written in between."""
+        self._running.difference_update(block_ids)
         for block_id in block_ids:
             waiting = self._waiting[self._tier.home(block_id)]
             if error is None and block_id not in waiting:
-                self.sizes.pop(block_id, None)
+                self.drop(block_id)
             elif block_id in self.sizes:
                 waiting[block_id] = None
 
@@ -98,6 +100,7 @@ class Deletions:
     def clear(self) -> None:
         self.sizes.clear()
         self._waiting.clear()
+        self.num_bytes = 0
 
 
 class DiskContents:

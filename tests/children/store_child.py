@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as pytest does
@@ -105,7 +106,10 @@ def on_a_full_disk(model: str, store: str, filler: str) -> None:
         engine.flush()
         engine.check_integrity()
         num_written = engine.stats()["disk"]["blocks"]
-    with open_engine(model, Path(store), disk="1GiB") as engine:
+    with open(filler, "wb") as file, suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+    with open_engine(model, Path(store), disk="1GiB") as engine:  # though not a byte is free
         assert engine.admin.verify()["num_ok"] == num_written
         assert ask(engine, [*prompt, 1], 2).token_ids == again.token_ids
         print("recovered", engine.stats()["tokens"]["cached_by_tier"]["disk"], flush=True)

@@ -134,6 +134,12 @@ def test_reading_ahead_is_bounded_and_harms_nothing(hosts):
     host.store.forget(keys)
     host.store.prefetch(keys)
     assert host.store.flush() and not any(host.store.lookup(keys))
+    one, other = (key(3, 0), key(3, 1))
+    tickets = [
+        host.store.write(name, parent, 0, memoryview(bytes(64))) for name, parent in ((one, other), (other, one))
+    ]
+    host.wait(tickets)
+    host.store.prefetch([one])  # which a host has named as each other's parents
 
 
 def test_the_least_recently_used_go_from_their_tails(hosts):

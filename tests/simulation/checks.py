@@ -183,7 +183,7 @@ def in_flight(sim: Simulation) -> str:
     found = [f"steps {list(store.steps.by_ticket)}", f"ended {len(store.ended)}", f"splices {store.splicer.jobs}"]
     found += [f"hints {list(store.prefetcher.hints)}"]
     if disk is not None:
-        found += [f"dirty {len(disk.dirty)}", f"deleting {len(disk.contents.removing)}"]
+        found += [f"dirty {len(disk.dirty)}", f"deleting {len(disk.contents.removing.sizes)}"]
         found += [
             f"reads {len(sim.store.reads)}",
             f"degraded {disk.health.error}",

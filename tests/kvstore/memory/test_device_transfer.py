@@ -144,6 +144,14 @@ def test_a_state_that_cannot_be_saved_is_told(part):
     assert part.settled(1) == {"save": True}
 
 
+def test_the_memory_of_a_state_that_was_saved_in_part_is_its_own_until_its_copies_have_ended(tape):
+    states_of(tape)
+    tape.streams.log.clear()
+    tape.transfer.save_states(TransferPlan(ticket=5, states=(*PIECES, StatePiece(99, 0, 5))))  # there is no such row
+    assert "record save" in tape.streams.log, "its end is awaited"
+    assert tape.outcomes() == {"save": False}
+
+
 def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape):
     """All layers before it would cost a long model's first token a millisecond; the rest go in between."""
     tape.transfer.pace = Pace(layers_ahead=2)

@@ -13,7 +13,8 @@ from tests.kvstore.remote.chains import NAMES, SIZE, Made, Server, make_chain, m
 from tests.support.buckets import Directory
 
 pytest.importorskip("obstore")
-from kvstore.remote.object_blocks import ObjectBlocks
+from kvstore.remote.object_blocks import ObjectBlocks, ObjectSession
+from kvstore.remote.object_client import ObjectClient, open_store
 
 TTL_S = 1000.0
 GROUP = 64  # blocks of SIZE
@@ -53,6 +54,31 @@ def test_groups_have_some_megabytes(directory, size, num_blocks, num_groups):
         assert second.count(made) == len(made.records)
         assert set(second.read(made, 0, 10)) == {ReadResult.OK}
     assert len(directory.names()) == num_groups
+
+
+class Counting(ObjectClient):
+    """num_asked: names of objects that it was asked for."""
+
+    num_asked = 0
+
+    async def look_up(self, names):
+        self.num_asked += len(names)
+        return await super().look_up(names)
+
+
+def test_a_batch_asks_for_its_own_groups_alone(directory):
+    made = make_chain(64)
+    with server_of(directory, 2 << 20) as server:
+        server.session.close()
+        client = Counting(server.tier.address, open_store(server.tier.address))
+        server.session = ObjectSession(server.tier, client)
+        for first in range(0, 64, 2):
+            server.put(made, first, first + 2)
+        assert client.num_asked <= 64 + 64 // 2, (
+            "its blocks' names, and with the last batch those of the chain's groups"
+        )
+        assert server.put(made, 10, 12) == [None, None]
+    assert len(directory.names()) == 32, "what is there is not stored again"
 
 
 def test_what_was_stored_turn_by_turn_is_found_by_its_chain_alone(bucket):

@@ -52,6 +52,20 @@ def test_tails_end_before_their_heads_whatever_was_asked_last(redis, session):
     assert 1000 * TTL_S - 60_000 < left_ms < 1100 * TTL_S
 
 
+def test_a_chain_that_is_stored_in_many_batches_is_asked_for_once(redis, session):
+    def asked() -> int:
+        return int(redis.ask("INFO", "commandstats").decode().partition("cmdstat_pexpire:calls=")[2].partition(",")[0])
+
+    made = make_chain(60)
+    session.ask(made.chain)
+    before = asked()
+    for first in range(0, 60, 2):
+        session.write(made.batch(first, first + 2, size=64))
+    assert asked() - before <= 2 * 60
+    left_ms = [redis.ask("PTTL", NAMES.of(one)) for one in made.chain.ids]
+    assert left_ms == sorted(left_ms, reverse=True)
+
+
 def test_what_is_no_value_costs_no_other_block(redis, session):
     made = make_chain(2)
     session.write(made.batch())

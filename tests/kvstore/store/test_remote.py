@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.blocks.ids import state_chain
 from kvstore.memory.tier import ArenaBlockState
+from kvstore.policy.planner import Planner
 from kvstore.remote.spread import KNOWN_S, MOST_KNOWN, BelievedContents
 from kvstore.store import remote
 from kvstore.store.context import Identity
@@ -115,6 +117,24 @@ def test_deleted_blocks_are_not_read_again_and_go_from_there(bench):
     assert set(bench.shared.blocks) == {request.chain[0]}
 
 
+def test_states_behind_deleted_blocks_go_too_a_few_at_a_time(bench):
+    """There are a hundred names of blocks behind each that is deleted, as nobody knows where there is a state."""
+    request = bench.come(6, num_there=6)
+    bench.until(lambda: bench.stats.remote_read == 6)
+    bench.remove(request)
+    bench.stored.num_state_blocks = 100
+    states = [state_chain(one, 100, SIZE) for one in request.chain]
+    bench.shared.blocks |= dict.fromkeys([*states[3], *states[5]], PAYLOAD)
+    with constants(remote, MOST_NAMED=150):
+        bench.remote.forget(request.chain)
+        most = 0
+        while bench.remote.is_deleting(request.chain):
+            bench.remote.poll()
+            most = max(most, len(bench.remote.deletes.sizes))
+        bench.until(lambda: bench.remote.is_idle)
+    assert not bench.shared.blocks and most < 250
+
+
 # -- what is known ---------------------------------------------------------------------------------------------------
 ANSWER_S = 1000.0  # by the clock of these tests; by that of the threads which ask it is never over
 
@@ -134,7 +154,8 @@ class Contents(BelievedContents):
         self.tier = worker_of(self.shared)
         self.bench = Bench(8)
         super().__init__(self.tier, lambda: self.now_s)
-        self.questions = Questions(self.tier, self.bench.stored, lambda: self.now_s, always)
+        self.planner = Planner(1000, SIZE, always)
+        self.questions = Questions(self.tier, self.bench.stored, lambda: self.now_s, self.planner)
         self.ask = self.questions.ask
 
     def hear(self) -> None:
@@ -177,6 +198,18 @@ def test_nobody_waits_for_long_and_a_late_answer_is_known_all_the_same(contents)
     contents.hear()
     assert contents.told == []
     assert all(map(contents.contains, request.chain))
+
+
+def test_who_would_compute_for_long_waits_longer(contents):
+    contents.planner.computed(10 * SIZE, 10 * ANSWER_S)
+    short, long = contents.bench.request(2, stored=False), contents.bench.request(200, stored=False)
+    contents.shared.may_answer.clear()
+    for request in (short, long):
+        contents.ask(request)
+    contents.now_s += 19 * ANSWER_S
+    assert long.is_waiting(contents.now_s) and not short.is_waiting(contents.now_s)
+    contents.now_s += 2 * ANSWER_S
+    assert not long.is_waiting(contents.now_s)
 
 
 def test_nobody_waits_where_another_has_waited_in_vain(contents):
@@ -309,6 +342,22 @@ def test_what_is_confirmed_is_gone(shared, tier):
     assert not deletes.in_flight() and set(shared.blocks) == {IDS[4]}
 
 
+def test_what_is_deleted_again_while_its_deletion_runs_is_deleted_twice(shared, tier):
+    """It may be stored in between, and then deleted for good: before that, its deletion must not count as done."""
+    deletes = given_up(tier, IDS[:2])
+    shared.may_answer.clear()
+    assert deletes.pump()
+    deletes.drop(IDS[0])
+    deletes.add(IDS[0], 5)
+    assert not deletes.pump() and deletes.num_bytes == 15
+    shared.may_answer.set()
+    hear(deletes, tier)
+    assert deletes.has_some({IDS[0]}) and deletes.num_bytes == 5
+    assert deletes.pump()
+    hear(deletes, tier)
+    assert not deletes.sizes and deletes.num_bytes == 0
+
+
 def test_what_fails_is_tried_again_when_it_answers(shared, tier):
     shared.blocks = dict.fromkeys(IDS, b"")
     shared.fails = "away"
@@ -330,6 +379,6 @@ def test_what_fails_is_tried_again_when_it_answers(shared, tier):
 def test_what_waits_is_bounded_and_the_oldest_is_left_to_its_time_to_live(shared, tier):
     shared.fails = "away"
     deletes = given_up(tier, IDS)
-    assert len(deletes) == len(IDS)
+    assert len(deletes.sizes) == len(IDS)
     deletes.add(b"x" * 32)
     assert IDS[0] not in deletes.sizes and IDS[1] in deletes.sizes and b"x" * 32 in deletes.sizes

@@ -6,10 +6,12 @@ from kvstore.blocks.ids import NO_TOKENS, Lineage, state_chain
 from kvstore.blocks.records import ReadResult
 from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.spread import BelievedContents, SpreadTier
-from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
+from kvstore.store import remote_stores
+from kvstore.store.remote_stores import OFFER_S, RemoteStores
 from kvstore.store.requests import Tracked
 from kvstore.store.stored import Deletions
 from kvstore.tiers.port import WriteDone
+from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared, ended, worker_of
 from tests.support.store.prefetch_bench import SIZE, Bench
 from tests.support.waiting import TIMEOUT_S
@@ -106,10 +108,10 @@ def test_what_a_store_refuses_is_counted_and_offered_again(stores):
     stores.shared.fails = "away"
     assert stores.move() == []
     assert stores.num_dropped == 3 and stores.is_drained
-    for _ in range(MOST_OFFERS):
-        stores.offer(request, (), lambda block_id: False)
-    assert stores.num_dropped == 3
-    stores.offer(request, (), lambda block_id: False)
+    with constants(remote_stores, MOST_OFFERED=7):
+        for num_waiting in (3, 6, 6):
+            stores.offer(request, (), lambda block_id: False)
+            assert stores.num_waiting == num_waiting
     assert stores.num_dropped == 6, "there are enough"
     assert stores.is_drained, "nothing can be done now"
 

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.memory.tier import ArenaBlockState
+from kvstore.stats import Losses
 from tests.support.store.prefetch_bench import SIZE
 from tests.support.store.save_bench import SaveBench
 
@@ -135,6 +136,17 @@ def test_a_block_whose_parent_is_stored_nowhere_is_not_saved(has_disk, usable):
     assert made.save((request, 2 * SIZE, SIZE)) == []
     assert (made.stats.orphan_saves, made.stats.dropped_saves) == (1, 0)
     assert made.steps.num_usable(request, 3) == usable
+
+
+def test_nothing_is_computed_again_for_a_block_that_the_disk_refuses():
+    made = SaveBench(8)
+    request = made.computed(3)
+    made.save((request, 0, 2 * SIZE))
+    made.cpu.forget(request.chain[1])
+    made.stats.losses = Losses(8)
+    made.stats.losses.note("not_written", "disk", request.chain[1], why="the quota is reached")
+    assert made.save((request, 2 * SIZE, SIZE)) == []
+    assert made.stats.orphan_saves == 1 and made.steps.num_usable(request, 3) == 3
 
 
 def test_a_parent_that_is_deleted_while_its_child_is_filled_takes_the_child_along(made):
