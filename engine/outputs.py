@@ -245,6 +245,7 @@ class Choice:
     """One answer. text: as the model wrote it. content, reasoning, tool_calls: its parts, where it is parsed.
 
     parsed_content: None where it is not. cut_call: a call within which the answer ended, which is not to be run.
+    before_stop: how many of its tokens stand whole before its stop string, and the text between them and that.
     """
 
     text: str = ""
@@ -256,6 +257,7 @@ class Choice:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     cut_call: ToolCall | None = None
+    before_stop: tuple[int, str] = (0, "")
 
     def add(self, event: AnswerEvent) -> None:
         """Take in a part of the answer."""

@@ -257,7 +257,7 @@ class ChatSession:
         with self.storing:
             if self.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
-            after = turn.after(language.tokenizer, language.chat_template(), client.facts.block_size)
+            after = turn.after(language.chat_template(), client.facts.block_size)
             cleared = () if turn.cleared is None else (turn.cleared,)
             record = turn.record(self.num_turns + len(cleared) + 1, after)
             self.store((*cleared, record), after, hold)

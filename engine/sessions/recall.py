@@ -371,7 +371,7 @@ class Recall:
         for choice in output.choices:
             if choice.finish_reason is None or not choice.token_ids:
                 continue
-            said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
+            said = answer_ids(template, choice)
             message = choice.message | {"content": begun + choice.content}
             told, mark = [*messages, message], keys.message(message)
             after = keys.of_history(keys.histories([*marks, mark], digest)[-1])

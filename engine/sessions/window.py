@@ -403,10 +403,10 @@ class OneTurn:
         """What its chain is built on. The splice was given up where reused KV was missing."""
         return self.handle.lineage or self.next.lineage
 
-    def after(self, tokenizer: Any, template: ChatTemplate, block_size: int) -> Window:
+    def after(self, template: ChatTemplate, block_size: int) -> Window:
         """The conversation with this turn: text for people, ids for the next prompt."""
         output, lineage = self.handle.output, self.lineage
-        said_ids = answer_ids(tokenizer, template, output.prompt_token_ids, output.choices[0])
+        said_ids = answer_ids(template, output.choices[0])
         token_ids = [*output.prompt_token_ids, *said_ids]
         known = self.next.chain if self.handle.lineage is None else self.handle.chain
         chain = list(known[: len(output.prompt_token_ids) // block_size])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,22 +165,14 @@ class Language:
         return ("", closer) if start >= 0 else (opener, closer)
 
 
-def answer_ids(
-    tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
-) -> Sequence[int]:
+def answer_ids(template: ChatTemplate, choice: Choice) -> Sequence[int]:
     """Ids of an answer without its end token, which the template adds, and without its stop string."""
     if choice.finish_reason not in ("stop", "tool_calls"):
         return list(choice.token_ids)
     if not isinstance(choice.stop_reason, str):
         return choice.token_ids[:-1]
-    said = Detokenizer(tokenizer.backend_tokenizer, prompt_token_ids=prompt_token_ids)
-    count, known = 0, ""
-    for number, token_id in enumerate(choice.token_ids, start=1):
-        said.append([token_id])
-        if not choice.text.startswith(said.text):
-            break
-        count, known = number, said.text
-    return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])
+    num_tokens, rest = choice.before_stop
+    return choice.token_ids[:num_tokens] + template.encode_answer(rest)
 
 
 # -- the text of an answer ---------------------------------------------------------------------------------------------
@@ -188,6 +181,7 @@ class Detokenizer:
 
     text: everything released so far. stop_string: the stop string that was met (among several that end at the same
     character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
+    before_stop: see `Choice`.
     Without a tokenizer all text is "". Special tokens and ids without a token decode to "". The text of the first
     `min_tokens` tokens is released without a search for stop strings, as is that of a tool call.
 
@@ -213,18 +207,27 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._held = ""  # whole characters that may begin a stop string
+        # After how many tokens, and characters of their text, no character is unfinished; the first is released.
+        self._ends = deque([(0, 0)])
+
+    @property
+    def before_stop(self) -> tuple[int, str]:
+        num_tokens, num_chars = self._ends[0]
+        return num_tokens, self.text[num_chars:]
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns newly released text. Tokens after a stop string are not consumed."""
-        released = ""
+        start = len(self.text)
         for token_id in token_ids:
             if self.stop_string is not None:
                 break
             self.num_tokens += 1
             if self._decoder is not None:
-                released += self._filter(self._decoder.push(token_id))
-        self.text += released
-        return released
+                piece = self._decoder.push(token_id)
+                if self._decoder.is_whole:
+                    self._ends.append((self.num_tokens, len(self.text) + len(self._held) + len(piece)))
+                self._release(self._filter(piece))
+        return self.text[start:]
 
     def finish(self) -> str:
         """The rest of the text, with an unfinished character as U+FFFD. "" after a stop string."""
@@ -234,8 +237,13 @@ class Detokenizer:
         self._parse(self._held)
         released += self._held
         self._held = ""
-        self.text += released
+        self._release(released)
         return released
+
+    def _release(self, piece: str) -> None:
+        self.text += piece
+        while len(self._ends) > 1 and self._ends[1][1] <= len(self.text):
+            self._ends.popleft()
 
     def _filter(self, piece: str) -> str:
         """The part of `_held` and `piece` that can be released; sets stop_string when one is complete."""
@@ -304,7 +312,7 @@ class ChoiceText:
         if finish_reason is not None:
             released += self._text.finish()
         if self.stop_string is not None:
-            finish_reason = "stop"
+            finish_reason, choice.before_stop = "stop", self._text.before_stop
         events = self._take_in(released, finish_reason)
         if finish_reason == "stop" and choice.tool_calls:
             finish_reason = "tool_calls"
@@ -380,6 +388,11 @@ class _Decoder:
             # as they may begin within a character; that has been released.
             self._restart(self._window[-MAX_UNFINISHED - 1 :], len(text) - self._num_released)
         return piece
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no character is unfinished."""
+        return self._num_released == len(self._decoded)
 
     def flush(self) -> str:
         """The rest, as the tokenizer decodes it."""

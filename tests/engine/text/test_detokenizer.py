@@ -1,6 +1,7 @@
 """Pieces add up to the tokenizer's own decode, in whole characters, cut at the stop string that ends first."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, TextDelta, ToolCall, ToolCallEvent, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
-from kvstore.engine.text.language import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, Detokenizer
+from kvstore.engine.text.language import (
+    MAX_UNFINISHED,
+    MAX_WINDOW_TOKENS,
+    REPLACEMENT,
+    ChoiceText,
+    Detokenizer,
+    answer_ids,
+)
 from kvstore.engine.text.response_template import ResponseTemplate
 
 SENTENCES = [
@@ -239,6 +247,8 @@ def test_text_is_cut_at_the_stop_string_that_ends_first(tokenizer, text, stop, s
         alone = Detokenizer(tokenizer, stop)
         alone.append(ids[: consumed - 1])
         assert alone.stop_string is None
+        num_tokens, rest = detokenizer.before_stop
+        assert tokenizer.decode(ids[:num_tokens]) + rest == expected
 
 
 def test_held_text_is_released_when_it_turns_out_not_to_be_a_stop_string():
@@ -322,6 +332,25 @@ def test_special_tokens_that_delimit_have_a_text_for_the_parser_alone(tokenizer)
     assert "</tool_call>" in text
     unseen = Detokenizer(tokenizer, prompt_token_ids=spoken(tokenizer, "a"))
     assert text.replace("<tool_call>", "").replace("</tool_call>", "") == unseen.append(ids) + unseen.finish()
+
+
+@BOTH
+@pytest.mark.parametrize("parsed", [True, False])
+def test_an_answer_cut_by_a_stop_string_keeps_the_tokens_that_delimit_its_parts(tokenizer, parsed):
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    shown = {tokenizer.token_to_id(token): token for token in ("<tool_call>", "</tool_call>")}
+    parser = AnswerParser(replace(HERMES, shown_tokens=shown), "", TOOLS) if parsed else None
+    output = RequestOutput("", [], [Choice()], Usage(0, 0, CachedTokensDetails()), None)
+    text = ChoiceText(output, 0, SamplingParams(stop=["lob"]), tokenizer, parser)
+    kept = [i for word in ("<tool_call>", " f", "</tool_call>", " b") for i in spoken(tokenizer, word)]
+    said = [*kept, *spoken(tokenizer, "alob")]
+    pieces = [text.add_token(token_id, None, None) for token_id in said]
+    choice = text.choice
+    choice.finish_reason, choice.stop_reason = pieces[-1].finish_reason, text.stop_string
+    template = SimpleNamespace(encode_answer=lambda rest: spoken(tokenizer, rest))
+    assert choice.stop_reason == "lob"
+    assert answer_ids(template, choice) == [*kept, *spoken(tokenizer, "a")]
 
 
 def test_pieces_bring_the_events_of_their_text():
