@@ -70,6 +70,10 @@ class Handle:
         num_had = min(self.earlier.num_tokens, len(self.output.prompt_token_ids) - 1) // block_size * block_size
         return max(0, num_had - self.output.usage.cached_tokens)
 
+    def own_blocks(self, block_size: int) -> Sequence[BlockId]:
+        """The blocks of its chain that it has computed, once it has ended."""
+        return self.chain[self.output.usage.cached_tokens // block_size :]
+
     def has_missed(self, block_size: int) -> bool:
         """Whether `kvstore.engine.sessions.misses` has something to explain."""
         is_computed = self.output.ttft_s is not None

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.client.messages import Forget, Pin
-from kvstore.engine.client.requests import CoreClient, Listener
+from kvstore.engine.client.requests import CoreClient, Handle, Listener
 from kvstore.engine.outputs import AppliedEdit, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.edits import Changed, Directive, EditResult, directives_of, edited_turn, edits_at, edits_of
@@ -62,7 +62,7 @@ class ChatSession:
     last: the last turn's output. truncation, truncation_reuse: see `Engine.chat`. window: the transcript, and the part
     of it that the model sees. chats: what all sessions of an engine share. storing: held while a turn begins, while it
     is stored, and while the session is deleted. life: the core's life when this object was made; a later core knows
-    nothing of it. unstored: blocks of spans that turns have computed which are not stored.
+    nothing of it. unstored: blocks that turns have computed which are not stored.
 
     number: the store's own for it; None until the first turn is stored; fork_of: what a fork begins with until then.
     num_turns: that are stored, as far as known here, or that a fork begins with. truncated_tokens: dropped from the
@@ -89,9 +89,7 @@ class ChatSession:
             self._adopt(state)
 
     def __dir__(self) -> list[str]:
-        public = (
-            "edit fork is_busy keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
-        )
+        public = "edit fork keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
         return [*public.split(), "token_ids", "truncated_tokens", "truncation", "truncation_reuse"]
 
     def __repr__(self) -> str:
@@ -113,11 +111,6 @@ class ChatSession:
     def token_ids(self) -> list[int]:
         """The ids in the window: exactly what the model has seen and said."""
         return self.window.token_ids
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a turn runs."""
-        return self.chats.claims.on(self.key) is not None
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def send(
@@ -213,7 +206,10 @@ class ChatSession:
             client, template, asked, params, self.tenant, self.truncation, self.truncation_reuse, options.digest,
             prompt, language.thought_in if options.thinking == "drop" else None,
         )  # fmt: skip
+        computed = list[Handle]()
         try:
+            if not params.kv_exact:
+                following = following.with_reuse(client, self.tenant, computed.append)
             starts = following.turn_starts or template.first_start(before.system, following.prompt)
             handle = client.submit(
                 following.prompt, language.constrained(params, options), self.tenant, listener=listener,
@@ -222,8 +218,10 @@ class ChatSession:
             )  # fmt: skip
         except Exception:
             client.forget(following.spliced_blocks(before.lineage))
-            self.unstored.update(following.span_blocks)
             raise
+        finally:
+            mine = {block_id for one in computed for block_id in one.own_blocks(client.facts.block_size)}
+            self.unstored |= mine.difference(before.chain)
         return OneTurn(before, new, following, handle, hold.request_key, template, cleared)
 
     def end(self, hold: Hold, keep: bool = True) -> TurnRecord | None:
@@ -245,10 +243,13 @@ class ChatSession:
                     self.last = output
                     record = self._commit(hold, turn) if output.token_ids else None
             finally:
-                is_stored = record is not None
-                self.unstored.update(() if is_stored else turn.next.span_blocks)
-                is_deleted = not is_stored and self.check_deleted()
-                client.forget(turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size, self.window.lineage))
+                size, is_stored = client.facts.block_size, record is not None
+                if record is not None:
+                    self.unstored.difference_update(record.block_ids)
+                else:
+                    self.unstored.update(turn.own_blocks(size))
+                left = turn.unneeded_blocks(is_stored, False, size, self.window.lineage)
+                client.forget([*left, *(self.unstored if not is_stored and self.check_deleted() else ())])
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
@@ -450,7 +451,7 @@ class Chats:
     ) -> ChatSession:  # fmt: skip
         """See `Engine.chat`; its arguments are already checked. fork: what a new session begins with."""
         chat, state = None if is_new else self.get(key), None if fork is None else fork.state
-        if chat is not None and chat.number is not None and not (chat.is_busy or self.sessions.exists(key)):
+        if chat is not None and chat.number is not None and not (self.claims.on(key) or self.sessions.exists(key)):
             self.drop(key)  # it has expired
             chat = None
         if chat is None and not is_new:

@@ -19,7 +19,7 @@ from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import AppliedEdit, CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
-from kvstore.engine.sessions.spans import with_spans
+from kvstore.engine.sessions.spans import Computing, with_spans
 from kvstore.engine.text.chat_template import ChatTemplate, Message, without_marks
 from kvstore.engine.text.language import answer_ids
 from kvstore.sessions.record import SessionState, TurnRecord
@@ -72,12 +72,12 @@ class NextTurn:
     span_blocks: Sequence[BlockId] = ()
     begun_s: float = 0.0
 
-    def with_reuse(self, client: CoreClient, tenant: str) -> NextTurn:
-        """The same turn with the KV of its spans, unless it is too long to be computed at all."""
-        if not self.reused or len(self.prompt) >= client.facts.max_request_tokens:
+    def with_reuse(self, client: CoreClient, tenant: str, computing: Computing) -> NextTurn:
+        """The same turn with the KV of its spans."""
+        if not self.reused:
             return self
         begun_s, known = time.monotonic(), (self.chain, self.lineage)
-        (chain, lineage), span_blocks = with_spans(client, self.prompt, self.reused, tenant, known)
+        (chain, lineage), span_blocks = with_spans(client, self.prompt, self.reused, tenant, known, computing)
         return replace(self, chain=chain, lineage=lineage, span_blocks=span_blocks, begun_s=begun_s)
 
     def spliced_blocks(self, *kept: Lineage) -> Sequence[BlockId]:
@@ -191,8 +191,6 @@ class Window:
             turn = self._truncated(client, template, said, turn, thoughts)
         if reuse == "reencode" and turn.spans:
             turn = self._spliced(client, turn, tenant)
-        if not params.kv_exact:
-            turn = turn.with_reuse(client, tenant)
         return replace(turn, thinking=self._thinking_of(turn, template, said, find_thought is not None))
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
@@ -436,10 +434,10 @@ class OneTurn:
         before, spliced = self.before, self.next.spliced_blocks
         if is_stored:
             return spliced(before.lineage, self.lineage)
-        own = (*self._own_blocks(block_size), *self.next.span_blocks) if is_deleted else ()
+        own = self.own_blocks(block_size) if is_deleted else ()
         return [*own, *spliced(known), *spliced_blocks(before.chain, before.lineage, known)]
 
-    def _own_blocks(self, block_size: int) -> Sequence[BlockId]:
+    def own_blocks(self, block_size: int) -> Sequence[BlockId]:
         """Blocks of this turn alone, not of earlier turns or the system prompt."""
         known, chain = self.before.chain, self.handle.chain
         first = self.next.turn_starts[0] // block_size if self.next.turn_starts else 0

@@ -166,7 +166,7 @@ async def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_p
     engine.admin.pin("talk", 600)
     assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
     errors = await killed_in_the_middle(engine, front)
-    assert [type(error) for error in errors] == [EngineDiedError] * 11 and not old.is_busy
+    assert [type(error) for error in errors] == [EngineDiedError] * 11 and old.chats.claims.on(old.key) is None
     with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
         await front.generate(PROMPT, TEN)
     await front.call(wait_until, lambda: engine.core.state == "running", "the restart")

@@ -95,6 +95,27 @@ def test_deleting_a_session_takes_what_its_record_never_named_from_hbm_too(unrec
     check_gone(engine, tmp_path / "store", needles)
 
 
+@pytest.mark.parametrize("num_turns", [0, 2])
+def test_deleting_a_session_takes_its_turns_that_were_not_stored(engine, num_turns):
+    chat = engine.chat("secret")
+    talk(chat, num_turns)
+    with failing_to_store(engine), pytest.raises(StoreError):
+        chat.send("This is never stored, and is long enough to fill more than one block of tokens.", greedy(30))
+    talk(chat, 1)
+    engine.admin.delete_session("secret")
+    assert nothing_is_left(engine)
+
+
+def test_a_deletion_keeps_what_another_session_has_stored_of_a_turn_that_was_sent_twice(engine):
+    chat = engine.chat("secret")
+    with failing_to_store(engine), pytest.raises(StoreError):
+        chat.send("This is stored at the second time, and fills a few blocks of tokens.", PARAMS)
+    chat.send("This is stored at the second time, and fills a few blocks of tokens.", PARAMS)
+    fork = chat.fork("kept")
+    engine.admin.delete_session("secret")
+    assert num_stored(engine) == len(fork.window.chain) > 1
+
+
 def cut_off_deletion(engine, name):
     """What a crash leaves: the session's record is gone, its KV is not."""
     assert engine.sessions.delete(SessionKey("", name)).wait() is not None

@@ -2,20 +2,30 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
 import transformers
 
-from kvstore import RequestError
+from kvstore import EngineOverloadedError, RequestError
 from kvstore.blocks.ids import Lineage, extend_chain, span_root
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.spans import LEAST_BLOCKS, with_spans
 from kvstore.engine.text.chat_template import without_marks
 from kvstore.sessions.record import SessionKey
-from tests.support.conversations import PARAMS, SYSTEM, check_gone, check_there, failing_to_store, kv_of, talk
-from tests.support.engines import ask, cached, chain_of, counters, evict_hbm, greedy, open_engine, settle
+from tests.support.conversations import (
+    PARAMS,
+    SYSTEM,
+    check_gone,
+    check_there,
+    failing_to_store,
+    kv_of,
+    nothing_is_left,
+    talk,
+)
+from tests.support.engines import ask, cached, chain_of, check_closed, counters, evict_hbm, greedy, open_engine, settle
+from tests.support.faults import before_each_call
 from tests.support.models import network_of
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 1024}
@@ -295,6 +305,26 @@ def test_a_turn_that_is_not_stored_leaves_the_earlier_splice(engine):
     with failing_to_store(engine), pytest.raises(Exception, match="injected"):
         chat.send([asking("Now this: ", span(OTHER), " What?")], PARAMS)
     assert chat.send("And?", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("num_before", range(5))
+def test_a_turn_that_fails_leaves_nothing_once_its_session_is_deleted(engine, num_before):
+    """A head and a span are computed, then both once more, behind the first splice, and then the turn itself."""
+    chat, submitted = engine.chat("one"), count()
+    chat.send("Hello", PARAMS)
+
+    def fault(*_, **__):
+        if next(submitted) == num_before:
+            raise EngineOverloadedError("injected")
+
+    with before_each_call(engine.client, "submit", fault), pytest.raises(EngineOverloadedError):
+        chat.send([asking("Read this: ", span(), "and this: " * 9, span(OTHER), " What?")], PARAMS)
+    settle(engine)
+    root = engine.facts.root("")
+    assert next(submitted) == num_before + 1
+    assert check_closed(engine, {root, span_root(root)}) >= num_before // 2 * LEAST_BLOCKS
+    engine.admin.delete_session("one")
+    assert nothing_is_left(engine)
 
 
 def test_a_truncation_and_edits_go_on_behind_spans(engine):
