@@ -176,7 +176,7 @@ def _check_schema(kind: str, schema: object) -> None:
             raise _refused(kind, f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
         for item in level:
             step = item.get("multipleOf") if isinstance(item, dict) else None
-            if isinstance(step, int | float) and 0 < step < math.inf:
+            if isinstance(step, int | float) and not isinstance(step, bool) and 0 < step < math.inf:
                 ratio = Fraction(str(step))
                 multiple = math.lcm(multiple, ratio.numerator, ratio.denominator)
         if multiple > MAX_MULTIPLE:

@@ -2,7 +2,7 @@
 their JSON schema: one for each way to write them that is not JSON (`CallSyntax.arguments`).
 
 Knows no tokenizer but the ids of marks. A grammar raises RequestError for what cannot be written in that way, and what
-a schema that is none leads to: AttributeError, LookupError, TypeError or RecursionError.
+a schema that is none leads to: AttributeError, LookupError, TypeError, ValueError or RecursionError.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _tag(calls: CallSyntax, function: Mapping[str, Any], is_strict: bool, marks:
         return StructuralTag(begin, calls.end, grammar=grammar, trigger=trigger)
     except RequestError as error:
         raise RequestError(str(error).replace("structured_outputs.tags", name), "tools") from None
-    except (AttributeError, LookupError, TypeError, RecursionError):
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
         raise RequestError(f"{name}: parameters are no JSON schema", "tools") from None
 
 
@@ -77,7 +77,7 @@ def parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
     """Each argument is written by itself: a string as it is, anything else as JSON."""
     start, lines = list[str](), list[str]()
     for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        before, after = parameter.replace("{key}", key).split("{value}")
+        before, after = (part.replace("{key}", key) for part in parameter.split("{value}"))
         name = f"p{index}"
         start.append(name if key in schema.get("required", ()) else f"{name}?")
         texts = value.get("enum") if isinstance(value, Mapping) else None

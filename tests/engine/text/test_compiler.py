@@ -86,6 +86,7 @@ REFUSED = {
     "no answer can match it": {"regex": "[a&&b]"},
     'invalid regex "(a" (in regex): regex parse error': {"regex": "(a"},
     'at 1(8): unknown name: "foo"': {"grammar": "start: foo"},
+    "Expected f64 for 'multipleOf', got true": {"json": {"type": "number", "multipleOf": True}},
     "nested": {"grammar": "start: " + "(" * 20000 + '"a"' + ")" * 20000},
     "it is nested too deep": {"grammar": "root ::= " + "(" * 20000 + '"a"' + ")" * 20000},
     "Expected name at line 2": {"grammar": 'root ::= "a"\n= b'},

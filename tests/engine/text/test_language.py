@@ -254,3 +254,17 @@ def test_parameters_that_are_no_schema_are_refused(compiler, parser, wrong):
     with pytest.raises(RequestError) as refused:
         compiled(compiler, language(parser).constrained(PARAMS, AnswerOptions([tool], "required")).structured_outputs)
     assert refused.value.param == "tools" and "f" in str(refused.value)
+
+
+def test_a_union_of_nothing_is_no_schema():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"anyOf": []}}}}}
+    with pytest.raises(RequestError, match="tools: f: parameters are no JSON schema"):
+        language("gemma4").constrained(PARAMS, AnswerOptions([tool], "required"))
+
+
+def test_an_argument_may_have_any_name(compiler):
+    parameters = {"properties": {"{value}": {"type": "string"}}, "required": ["{value}"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    wanted = language("qwen3_coder").constrained(PARAMS, AnswerOptions([tool], "required")).structured_outputs
+    call = "<tool_call>\n<function=f>\n<parameter={}>\nRome\n</parameter>\n</function>\n</tool_call>"
+    assert is_allowed(compiler, wanted, call.format("{value}")) and not is_allowed(compiler, wanted, call.format("key"))
