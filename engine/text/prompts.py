@@ -54,7 +54,7 @@ class _SaidPart(msgspec.Struct):
     reuse: Literal["reencode"] | None = None
 
 
-class _SaidMessage(msgspec.Struct):
+class _SaidMessage(msgspec.Struct, omit_defaults=True):
     """What must be so of a message; a template may know other fields."""
 
     role: str
@@ -93,17 +93,25 @@ def is_conversation(prompt: object) -> bool:
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages with their contents as texts; see `joined`. Raises RequestError unless all have the fields that they
-    need, of the right types.
+    """The messages with their contents as texts, see `joined`, and without what is null. Raises RequestError unless all
+    have the fields that they need, of the right types; what else they have must be texts or lists.
     """
     try:
         said = msgspec.convert(messages, list[_SaidMessage])
     except msgspec.ValidationError as error:
         raise RequestError(f"messages: {str(error).replace('`', '').replace('$', '')}", param="messages") from None
-    contents = (
-        joined((part.text, part.reuse) for part in one.content) if isinstance(one.content, list) else {} for one in said
-    )
-    return [{**message, **content} for message, content in zip(without_spans(messages), contents, strict=True)]
+    checked = list[Message]()
+    for index, (message, one) in enumerate(zip(without_spans(messages), said, strict=True)):
+        others = {name: part for name, part in message.items() if name not in _SaidMessage.__struct_fields__}
+        for name, part in others.items():
+            if not isinstance(part, str | list | None):
+                wrong = f"messages: [{index}].{name} is {str(part)[:80]!r}; give a text or a list"
+                raise RequestError(wrong, param="messages")
+        parts = [(part.text, part.reuse) for part in one.content] if isinstance(one.content, list) else None
+        content = {"content": one.content or ""} if parts is None else joined(parts)
+        given = {name: part for name, part in others.items() if part is not None}
+        checked.append({**msgspec.to_builtins(one), **content, **given})
+    return checked
 
 
 def joined(parts: Iterable[tuple[str, str | None]]) -> dict[str, Any]:

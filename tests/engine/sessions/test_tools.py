@@ -125,6 +125,7 @@ def test_what_options_refuse(given, param, message):
     [
         ({}, r"role - at \[1\]"),
         ({"role": "user", "content": 5}, r"int - at \[1\].content"),
+        ({"role": "user", "content": "Hi", "name": 5}, r"\[1\].name is '5'; give a text or a list"),
         ({"role": "assistant", "tool_calls": 5}, r"\[1\].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, r"function - at \[1\].tool_calls\[0\]"),
     ],
@@ -135,6 +136,25 @@ def test_messages_that_are_none_say_where(engine, message, reason):
         with pytest.raises(RequestError, match=reason) as raised:
             ask(messages)
         assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize("function", [{"name": "clock", "arguments": "{}"}, {"name": "clock"}])
+def test_a_history_may_have_nulls_and_calls_without_arguments(engine, function):
+    history = [
+        {"role": "user", "content": "Hello", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "function": function}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "4"},
+    ]
+    chat = engine.chat(f"nulls-{len(function)}")
+    answer = chat.send(history, plain_params(), FREE)
+    assert engine.generate([history], plain_params(), tools=FREE)[0].prompt_token_ids == answer.prompt_token_ids
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    assert chat.messages[:2] == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    chat.send("Go on", plain_params(), FREE)
+    assert engine.sessions.load(chat.key).turn == 2
 
 
 def test_results_of_calls_that_nobody_made(engine):
