@@ -33,19 +33,20 @@ def with_spans(
     """The chain of a prompt's first blocks that reuses the KV of these spans, and the blocks of their own chains.
 
     before: what is known of its first blocks. Computes what is not stored, and waits for that: spans, and what stands
-    before them. Where the KV of a span cannot be reused, that and what follows is to be computed. Where it fails, what
-    it has spliced is deleted.
+    before them. Where the KV of a span cannot be reused, that and what follows is to be computed: of one that begins
+    the prompt, too, and in a prompt that no window holds. Where it fails, what it has spliced is deleted.
     """
     size, (known, lineage), own = client.facts.block_size, before, list[BlockId]()
     chain, spliced = list(known), before
+    is_possible = client.facts.can_splice and len(token_ids) < client.facts.max_request_tokens
     root = span_root(lineage.root)
     try:
-        for begin, end in spans if client.facts.can_splice else ():
+        for begin, end in spans if is_possible else ():
             source = [*token_ids[:1], *token_ids[begin:end]]
             moved = begin - 1  # by so much does a token of the source stand later in the prompt
             first = -(-begin // size)
             last = min(moved + len(source) // size * size, len(token_ids) - 1) // size
-            if last - first < LEAST_BLOCKS or first < lineage.splice_end:
+            if not begin or last - first < LEAST_BLOCKS or first < lineage.splice_end:
                 continue
             extend_chain(chain, lineage.root, token_ids[: first * size], size)
             head = (chain[:first], lineage)

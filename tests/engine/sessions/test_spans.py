@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from kvstore import EngineOverloadedError, RequestError
+from kvstore import ContextLengthError, EngineOverloadedError, RequestError
 from kvstore.blocks.ids import Lineage, extend_chain, span_root
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.spans import LEAST_BLOCKS, with_spans
@@ -232,6 +232,21 @@ def test_where_nothing_can_be_reused_it_is_computed(saved_model, tmp_path, why):
         chat = engine.chat("one")
         chat.send([asking("Read this: ", span(), " Who?")], PARAMS)
         assert num_of(engine) == 3 and chat.window.lineage.splices == ()
+
+
+def test_a_prompt_that_no_window_holds_is_refused_before_its_spans_are_computed(engine):
+    asked = asking("Read this: ", 3 * OTHER, span(), 3 * OTHER, " Who?")
+    ids, _ = spans_of(engine, asked)
+    for send in (lambda: generated(engine, asked), lambda: engine.chat("long").send([asked], PARAMS)):
+        with pytest.raises(ContextLengthError, match=f"the prompt has {len(ids)} tokens"):
+            send()
+    assert num_of(engine) == 0
+
+
+def test_a_span_that_begins_the_prompt_is_computed_with_it(engine):
+    bare = ([], Lineage(engine.facts.root("")))
+    assert with_spans(engine.client, [2] * 400, [(0, 300)], "", bare) == (bare, [])
+    assert num_of(engine) == 0
 
 
 @pytest.mark.parametrize("reuse", ["exact", "", 1, True, ["reencode"]])
