@@ -39,6 +39,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 MAX_IDS_AT_ONCE = 4096  # the event loop checks prompts up to this length itself, well under a millisecond
 MAX_CALLS = 32  # blocking calls that run at once: turns that wait for the disk, templates, administration
+MAX_WAITING = 32  # calls that wait longer
 MAX_LONG_TEXTS = 2  # tokenized at once; each takes two hundred times its size in memory, and a processor
 LONG_TEXT_CHARS = 2**16
 
@@ -122,7 +123,7 @@ class AsyncChat:
         self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None
     ) -> EditResult:
         """See `ChatSession.edit`."""
-        return await self._engine.call(self.session.edit, edits, reuse, expected_turn)
+        return await self._engine.call_that_waits(self.session.edit, edits, reuse, expected_turn)
 
     async def set_ttl(self, ttl_s: float | None) -> None:
         """See `ChatSession.set_ttl`."""
@@ -149,6 +150,7 @@ class AsyncEngine:
         self._ports: dict[asyncio.AbstractEventLoop, Port] = {}
         self._turns: set[asyncio.Task[None]] = set()  # an event loop refers to its tasks only weakly
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
+        self._waiting = ThreadPoolExecutor(MAX_WAITING, "engine-wait")
         self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
         self._reads = reads and engine.core.read_here()
         if self._reads:
@@ -161,6 +163,12 @@ class AsyncEngine:
         At most MAX_CALLS at a time. When the caller is cancelled, the function goes on and its result is dropped.
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(function, *args, **kwargs))
+
+    async def call_that_waits(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Like `call`, for a function that waits for what is computed, or for the disk. At most MAX_WAITING at a time;
+        others do not wait for them.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, partial(function, *args, **kwargs))
 
     async def call_with_text(self, num_chars: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Like `call`, for a function that tokenizes this many characters or decodes this many tokens.
@@ -215,7 +223,7 @@ class AsyncEngine:
 
     async def flush(self) -> None:
         """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
-        await self.call(self.engine.flush)
+        await self.call_that_waits(self.engine.flush)
 
     async def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -288,7 +296,10 @@ class AsyncEngine:
             begun.handle.raise_error()
             return ended(chat, record, begun.handle.output)
 
-        begun = await self.call_with_text(num_chars, begin)
+        if any("reuse" in message for message in messages):
+            begun = await self.call_that_waits(begin)
+        else:
+            begun = await self.call_with_text(num_chars, begin)
         if isinstance(begun, int):
             begun = await self.call_with_text(begun, begin)
         assert chat is not None and not isinstance(begun, int)

@@ -102,6 +102,7 @@ class Turn(Generic[R]):
         self.is_abandoned = self.is_stopped = False
         self._port = port
         self._handle: Handle | None = None
+        self._before: Handle | None = None
         self._known: Piece | None = None
         self._num_ended = 0  # choices whose last piece was read
         self._is_read = False
@@ -202,6 +203,12 @@ class Turn(Generic[R]):
         if self.is_abandoned:
             raise EngineClosedError("nobody waits for this request any more")
 
+    def waits_for(self, handle: Handle) -> None:
+        """The script waits for this request before its own, in another thread: it ends when the answer shall."""
+        self._before = handle
+        if self.is_abandoned or self.is_stopped:
+            self._port.end(handle)
+
     def answered(self, piece: Piece) -> None:
         """Hand out an answer that was given before, in one piece."""
         self._known = piece
@@ -234,6 +241,8 @@ class Turn(Generic[R]):
     def _tell(self) -> None:
         if self._handle is not None:
             wake(self._port.tasks, self._handle.request_id)
+        elif self._before is not None:
+            self._port.end(self._before)
 
     def _raise_error(self) -> None:
         if self._over.is_set() and self._error is not None:
@@ -250,6 +259,7 @@ class Hold:
     request_key: its Idempotency-Key. owner: None for a caller that blocks. turn: set once it has begun. lease: the
     right to store it; None where no other server could write. changes: of the session's head, stored with the turn.
     released: completed when the session is free again.
+    computed: requests that the turn has waited for before its own.
     """
 
     def __init__(self, key: SessionKey, request_key: str | None, owner: Turn[Any] | None) -> None:
@@ -257,8 +267,14 @@ class Hold:
         self.turn: OneTurn | None = None
         self.lease: Lease | None = None
         self.changes = dict[str, Any]()
+        self.computed: list[Handle] = []
         self.released: Future[None] = Future()
         self.released.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it for the others
+
+    def computing(self, handle: Handle) -> None:
+        self.computed.append(handle)
+        if self.owner is not None:
+            self.owner.waits_for(handle)
 
     def is_worth_waiting(self, request_key: str | None) -> bool:
         """Whether another turn waits for this one's end: it has no reader any more, or it answers the same request."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.client.messages import Forget, Pin
-from kvstore.engine.client.requests import CoreClient, Handle, Listener
+from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import AppliedEdit, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.edits import Changed, Directive, EditResult, directives_of, edited_turn, edits_at, edits_of
@@ -206,10 +206,9 @@ class ChatSession:
             client, template, asked, params, self.tenant, self.truncation, self.truncation_reuse, options.digest,
             prompt, language.thought_in if options.thinking == "drop" else None,
         )  # fmt: skip
-        computed = list[Handle]()
         try:
             if not params.kv_exact:
-                following = following.with_reuse(client, self.tenant, computed.append)
+                following = following.with_reuse(client, self.tenant, hold.computing)
             starts = following.turn_starts or template.first_start(before.system, following.prompt)
             handle = client.submit(
                 following.prompt, language.constrained(params, options), self.tenant, listener=listener,
@@ -220,7 +219,7 @@ class ChatSession:
             client.forget(following.spliced_blocks(before.lineage))
             raise
         finally:
-            mine = {block_id for one in computed for block_id in one.own_blocks(client.facts.block_size)}
+            mine = {block_id for one in hold.computed for block_id in one.own_blocks(client.facts.block_size)}
             self.unstored |= mine.difference(before.chain)
         return OneTurn(before, new, following, handle, hold.request_key, template, cleared)
 

@@ -25,7 +25,7 @@ from kvstore.engine.client.requests import CoreClient, Handle
 from kvstore.engine.outputs import Earlier, RequestOutput
 from kvstore.engine.sessions.chat import Chats
 from kvstore.engine.sessions.misses import NO_RENDERING, MadePrompt, Rendering, compare, explained
-from kvstore.engine.sessions.spans import with_spans
+from kvstore.engine.sessions.spans import Computing, unwatched, with_spans
 from kvstore.engine.text.chat_template import Message, without_marks
 from kvstore.engine.text.histories import history_ids
 from kvstore.engine.text.language import answer_ids
@@ -242,11 +242,13 @@ class RecalledPrompt:
     spans: Sequence[tuple[int, int]]
     lineage: Lineage
 
-    def with_spans(self, client: CoreClient, tenant: str) -> tuple[Spliced, Earlier]:
+    def with_spans(
+        self, client: CoreClient, tenant: str, computing: Computing = unwatched
+    ) -> tuple[Spliced, Earlier]:  # fmt: skip
         """The chain of its first blocks, with the KV of its spans, which is computed if need be; and `earlier`."""
         begun_s, size = time.monotonic(), client.facts.block_size
         known = (chain_of(self.lineage, self.token_ids, size), self.lineage)
-        spliced, _ = with_spans(client, self.token_ids, self.spans, tenant, known)
+        spliced, _ = with_spans(client, self.token_ids, self.spans, tenant, known, computing)
         return spliced, replace(self.earlier, begun_s=begun_s)
 
 

@@ -68,8 +68,8 @@ async def evict(request: web.Request) -> web.Response:
 
 async def flush(request: web.Request) -> web.Response:
     engine = context_of(request).engine
-    await engine.call(engine.engine.flush)
-    await engine.call(engine.engine.answers.flush)
+    await engine.flush()
+    await engine.call_that_waits(engine.engine.answers.flush)
     return json_response(Flushed(True))
 
 

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 
 from kvstore import AsyncEngine, Engine, SamplingParams
+from kvstore.engine.async_engine import MAX_CALLS
+from kvstore.engine.text.prompts import messages_of
 from kvstore.errors import EngineClosedError, KVStoreError, RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import crawling
@@ -95,6 +97,29 @@ async def test_cancelling_while_submitting_leaves_nothing(engine):
         may.set()
         await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")
     assert submitted[0].output.finish_reason == "abort"
+
+
+async def test_turns_whose_spans_are_computed_hold_up_nothing_else_and_end_with_their_readers(model):
+    may_step, text = threading.Event(), "The lighthouse has a keeper and seven cats. " * 20
+    parts = [{"type": "text", "text": "Read: " * 40}, {"type": "text", "text": text, "reuse": "reencode"}]
+    engine = AsyncEngine(Engine(model, {"hbm": "8MiB", "cpu": "8MiB"}, device="cpu", max_num_seqs=8))
+    async with engine:
+        keys = [SessionKey("", f"span-{number}") for number in range(MAX_CALLS)]
+        with before_each_step(engine.engine, may_step.wait):
+            chats = [engine.engine.chat(key.session_id) for key in keys]
+            message = messages_of([{"role": "user", "content": parts}])
+            turns = [asyncio.create_task(engine.start_turn(chat, message, GREEDY)) for chat in chats]
+            holds = lambda: list(map(engine.engine.chats.claims.on, keys))  # noqa: E731
+            await wait_in_loop(lambda: all(hold is not None and hold.computed for hold in holds()))
+            waiting, call = holds(), asyncio.create_task(engine.call(int))
+            await wait_in_loop(call.done)
+            for turn in turns:
+                turn.cancel()
+            await asyncio.gather(*turns, return_exceptions=True)
+            may_step.set()
+            await wait_in_loop(lambda: not any(holds()))
+        ends = [hold.computed[0].output.finish_reason for hold in waiting]
+        assert ends.count("abort") >= MAX_CALLS - 8, "those that were not in the first step"
 
 
 async def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine(engine):

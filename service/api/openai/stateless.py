@@ -108,7 +108,9 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
             raise RequestError(f"{message}; leave one of them out", param=param)
         spliced, earlier = None, made.earlier
         if (made.spans or made.lineage.splices) and not params.kv_exact:
-            spliced, earlier = await engine.call(made.with_spans, engine.engine.client, history.tenant)
+            spliced, earlier = await engine.call_that_waits(
+                made.with_spans, engine.engine.client, history.tenant, turn.waits_for
+            )
         handle = await engine.submit(
             turn, made.token_ids, params, history.tenant, history.salt, history.priority, spliced, made.turn_starts,
             language.parser(options, messages[-1] if continues else None), earlier,

@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -420,7 +421,8 @@ async def edit(request: web.Request) -> web.Response:
             raise
     await context.engine.call(turns.find_session, context.engine.engine, key)
     await ending(context.claims, key)
-    done = await context.engine.call(_edit, context, key, body)
+    with context.limits.admit(key.tenant) if body.reuse == "reencode" else nullcontext():  # which computes
+        done = await context.engine.call_that_waits(_edit, context, key, body)
     return json_response(Edited(key.session_id, done.turn, done.reuse, done.num_tokens, done.num_reencoded_tokens))
 
 

@@ -233,9 +233,12 @@ def test_flush_waits_for_the_disk_or_says_that_it_cannot(server):
 
 
 def test_a_drained_server_ends_what_runs_and_takes_nothing_new_until_that_is_undone(server):
+    session_id = server.post("/chat", {"message": "Hello", **SHORT}).json()["session_id"]
     running = Stream(server, "/chat", {"message": "Count.", **LONG})
     assert isinstance(running.next(), dict)
     assert admin(server, "POST", "/admin/drain").json() == {"draining": True, "running": 1}
+    edit = {"edits": [{"type": "remove", "index": 1}], "reuse": "reencode"}
+    assert server.post(f"/sessions/{session_id}/edit", edit).error["code"] == "draining"
     for path in TALKING_ROUTES:
         reply = server.post(path, talking_body(path, "Hello"))
         assert (reply.status, reply.error["code"]) == (503, "draining")
