@@ -300,7 +300,7 @@ class CoreClient:
             self.core.submit(asked)
         except Exception:
             for request_id in running:
-                del self._running[request_id]
+                self._running.pop(request_id, None)
                 with suppress(EngineClosedError):
                     self.core.end(request_id)
             raise
@@ -326,14 +326,13 @@ class CoreClient:
         """
         if handle.done:
             return
-        with suppress(EngineClosedError):  # closing ends the request anyway
-            self.core.end(handle.request_id)
-            if not self.core.is_reader:  # the collector may close a stream in any thread
-                with self._ended:
-                    self._ended.wait_for(lambda: handle.done)
+        self.end(handle)
+        if not self.core.is_reader:  # the collector may close a stream in any thread
+            with self._ended:
+                self._ended.wait_for(lambda: handle.done)
 
     def end(self, handle: Handle, index: int | None = None, stop_string: str | None = None) -> None:
-        """See `Core.end`; a closed core has ended it."""
+        """See `Core.end`. A core that closes ends it anyway."""
         with suppress(EngineClosedError):
             self.core.end(handle.request_id, index, stop_string)
 

@@ -200,6 +200,23 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
     assert engine.core.state == "closed" and engine.core.pid is None
 
 
+def test_a_request_has_ended_when_it_was_aborted_while_the_engine_closes(model, tmp_path):
+    may_step, is_done = threading.Event(), []
+    engine = opened(model, tmp_path / "store", "here")
+    with before_each_step(engine, may_step.wait):
+        handle = engine.submit(list(PROMPT), LONG)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine.core.state == "closed")
+        aborting = threading.Thread(target=lambda: is_done.append((engine.abort(handle), handle.done)[1]))
+        aborting.start()
+        wait_until(lambda: not aborting.is_alive() or engine.client._ended._waiters)
+        may_step.set()
+        for thread in (aborting, closing):
+            thread.join()
+    assert is_done == [True] and handle.output.finish_reason == "abort"
+
+
 def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, caplog):
     with engine.client._taking:  # no update is applied in here
         first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
