@@ -329,7 +329,8 @@ class PositionFreeModel:
         self.network.kvstore_carrier.states = states
         layers = self.spec.layers
         own = self.rotations[layers.start : layers.stop]
-        at = {id(r): r.at(positions).spread_out() for r in own if r is not None}
+        each = {id(r): r for r in own if r is not None}
+        at = {name: r.at(positions).spread_out() for name, r in each.items()}
         rotations = [None if r is None else at[id(r)] for r in own]
         numbers, windowed = self.spec.numbers, batch.windowed or batch
         batches = [windowed if number is None else batch for number in numbers]

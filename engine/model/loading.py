@@ -27,13 +27,10 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    import torch
-
     from kvstore.engine.model.interception import PositionFreeModel
     from kvstore.rope.rotary import Rotation
 
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
-# Matches tokens of calls, but not those of lists of tools or of their answers.
 LAYOUT_VERSION = 1  # of the arena and of a block's content; raised when the meaning of stored blocks changes
 # Where the model came from, who wrote the file, what a forward returns: none of it changes a key or a value. As dtype,
 # that of the loaded model counts.

@@ -23,6 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.cpu.states import StateKernels, state_kernels
+from kvstore.kernels.paged_batch import to_device
 
 _ALIGNMENT = 16  # bytes
 # What kernels compute in place of transformers' functions, by the states that these change.
@@ -86,11 +87,12 @@ class StatePool:
 
     def packed(self, slots: Sequence[int]) -> Tensor:
         """A copy of states as they are stored, [num_states, num_bytes] uint8."""
+        rows = self.rows[to_device(torch.tensor(slots, dtype=torch.int64), self.rows.device)]
         if self._spec.stored_dtype is None:
-            return self.rows[list(slots)]
+            return rows
         packed = self.blank(len(slots)).zero_()
         for part, stored in zip(self._spec.parts, self._stored.parts, strict=True):
-            _part_of(packed, stored).copy_(_part_of(self.rows[list(slots)], part))
+            _part_of(packed, stored).copy_(_part_of(rows, part))
         return packed
 
     def blank(self, num_states: int) -> Tensor:
@@ -151,7 +153,7 @@ class StepStates:
             chosen = list(group)
             for own in [chosen] if is_single else [[chunk] for chunk in chosen]:
                 numbers = [chunk.slot for chunk in own]
-                slots = torch.tensor(numbers, device=pool.rows.device)
+                slots = to_device(torch.tensor(numbers), pool.rows.device)
                 run = range(numbers[0], numbers[0] + len(numbers))
                 place = slice(run.start, run.stop) if numbers == list(run) else slots
                 self.calls.append(Together(slice(own[0].start, own[-1].end), slots, place, own[0].is_first))
