@@ -409,8 +409,8 @@ class ChatSession:
 
         Raises RequestError for a bad id, if it is taken, or if there is no such turn.
         """
-        if self.num_turns == 0 or (turn is not None and not 1 <= turn <= self.num_turns):
-            raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
+        if self.num_turns == 0 or (turn is not None and turn not in range(1, self.num_turns + 1)):
+            raise RequestError(f"turn is {turn!r}; this session has {self.num_turns} turns", param="turn")
         chats, key = self.chats, SessionKey(self.tenant, session_id)
         if chats.sessions.exists(key):
             raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")

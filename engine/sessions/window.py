@@ -22,6 +22,7 @@ from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, expla
 from kvstore.engine.sessions.spans import Computing, with_spans
 from kvstore.engine.text.chat_template import ChatTemplate, Message, without_marks
 from kvstore.engine.text.language import answer_ids
+from kvstore.errors import RequestError
 from kvstore.sessions.record import SessionState, TurnRecord
 
 # Where in the ids of a turn, which its answer ends, the reasoning of that is; see `Language.thought_in`.
@@ -272,6 +273,8 @@ class Window:
 
         If turn starts are unknown, or no turn is kept, it has no ids, and the next prompt is rendered.
         """
+        if not isinstance(num_turns, int) or num_turns < 0:
+            raise RequestError(f"num_turns is {num_turns!r}; give how many of the last turns to keep", param="turns")
         said, begins = self.messages[len(self.system) :], self._starts_of_turns()
         while num_turns and num_turns < len(begins) and said[begins[-num_turns]]["role"] == "tool":
             num_turns += 1  # results stay with their calls

@@ -262,12 +262,14 @@ def check_results(said: Sequence[Message], before: Sequence[Message]) -> None:
 
 
 def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
-    """Raises RequestError unless tenant and salt are texts and the priority is a whole number."""
+    """Raises RequestError unless tenant and salt are texts and the priority is a whole number of 32 bits."""
     for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
         if not isinstance(value, str):
             raise RequestError(f"{name} is {value!r}; give a text", param=name)
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority is {priority!r}; give a whole number, lower is earlier", param="priority")
+    if abs(priority) > 2**31:
+        raise RequestError(f"priority is {priority}; give one from {-(2**31)} to {2**31}", param="priority")
 
 
 def prompt_ids(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, limit: int | None = None) -> list[int]:

@@ -52,7 +52,7 @@ def test_outputs_have_everything_the_interface_promises(engine, plain):
 
 
 def test_bad_prompts_and_options_say_what_to_do(engine, model):
-    for arguments in ({"tenant": None}, {"cache_salt": 5}, {"priority": "a"}):
+    for arguments in ({"tenant": None}, {"cache_salt": 5}, {"priority": "a"}, {"priority": 2**70}):
         with pytest.raises(RequestError, match=next(iter(arguments))):
             engine.generate([PROMPT], GREEDY, **arguments)
     for params in ({"max_tokens": 2}, 5, [None]):

@@ -195,6 +195,16 @@ def test_keeping_the_last_turns_keeps_their_ids_and_is_stored(engine, reuse):
     assert again.send("Hello", PARAMS).prompt_token_ids == fresh.prompt_token_ids
 
 
+@pytest.mark.parametrize("wrong", [-1, "x"])
+def test_turns_that_are_none_are_refused(engine, wrong):
+    chat = engine.chat(f"turns-{wrong}")
+    chat.send("Hello", PARAMS)
+    for change in (chat.keep_last, lambda turn: chat.fork("other", turn)):
+        with pytest.raises(RequestError, match="turn"):
+            change(wrong)
+    assert chat.num_turns == 1
+
+
 def test_keeping_the_last_turns_of_a_busy_or_deleted_session_is_refused(engine):
     chat = engine.chat("busy")
     with pytest.raises(SessionNotFoundError):
