@@ -371,7 +371,7 @@ class News:
             prompt.said.append(Said(choice.index, None, reason))
             if self._close(prompt, choice) and reason != "abort":
                 self._count(choice, prompt)
-        self.num_aborted += reason == "abort" and bool(ended)
+        self.num_aborted += reason == "abort" and error is None and bool(ended)
         return [choice.request_id for choice in ended]
 
     def note_call(self, prompt_id: str, index: int) -> None:

@@ -123,10 +123,10 @@ class Roster:
     def preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._go_back(request)
+        self.go_back(request)
 
-    def _go_back(self, request: Request) -> None:
-        """Preempt a request. The blocks that it has computed will be found again, in HBM or in the store."""
+    def go_back(self, request: Request) -> None:
+        """From running to waiting. The blocks that it has computed will be found again, in HBM or in the store."""
         self._take_out(request)
         self.blocks.free(request)
         self.queue(request)
@@ -153,7 +153,7 @@ class Roster:
         for request in [r for r in self.tenants.running() if not failed.isdisjoint(r.block_numbers)]:
             self.num_failed_loads += 1
             self.blocks.compute_instead(request)
-            self._go_back(request)
+            self.go_back(request)
 
     # -- the end -----------------------------------------------------------------------------------------------------
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> None:
@@ -475,4 +475,5 @@ class Scheduler:
         if request is not None and request.status is Status.RUNNING:
             request.reads_at_once = True
             request.cached.pass_over(request.num_computed_tokens)  # what it hits after this is its own
-            self.roster.preempt(request)
+            request.num_preemptions += 1  # for itself it is one
+            self.roster.go_back(request)

@@ -166,6 +166,7 @@ def test_the_library(process):
 def test_what_cannot_be_compiled_or_goes_too_far_ends_no_other_request(engine):
     plain = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
     expected = engine.generate([prompt_of(3)], plain)[0].token_ids
+    num_aborted = engine.stats()["requests"]["aborted"]
     other = engine.submit(prompt_of(3), plain)
     pieces = engine.stream(other)
     next(pieces)
@@ -178,6 +179,7 @@ def test_what_cannot_be_compiled_or_goes_too_far_ends_no_other_request(engine):
         with pytest.raises(RequestError, match="structured_outputs"):
             handle.raise_error()
     assert engine.stats()["requests"]["running"] == engine.stats()["requests"]["waiting"] == 0
+    assert engine.stats()["requests"]["aborted"] == num_aborted
 
 
 def test_one_prompt_of_several_fails_as_a_whole(engine):

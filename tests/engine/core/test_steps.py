@@ -151,5 +151,5 @@ def test_the_runs_have_reached_everything():
     if reached["runs"] < len(WAYS) * NUM_SEEDS:
         pytest.skip("not all runs were made, or not all were sound")
     assert reached["ahead"] > 200 and reached["ahead with saves"] > 100, reached
-    assert 3 < reached["computed again"] < reached["preempted as_on_a_device"], reached
+    assert reached["computed again"] > 3 and reached["preempted as_on_a_device"] > 0, reached
     assert max(stage.most_in_flight for stage in stages) == 3 and reached["preempted in_a_pipeline"] > 0, reached
