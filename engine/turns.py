@@ -157,6 +157,8 @@ class Turn(Generic[R]):
         """None at the end. The last piece, and one of an answer that was broken off, waits for the script's end."""
         if self._handle is None:
             piece, self._known = self._known, None
+            if piece is None:
+                self._raise_error()
         elif self._is_read:
             piece = None
         else:

@@ -86,9 +86,9 @@ class Follower:
         self._transfer: DataPlane | FarTransfer | None = None
         self._moves: Moves | None = None  # of the last step
         opened = self._next()
-        if opened is None:  # the first rank could not start
+        if not isinstance(opened, OpenArena):  # the first rank could not start, or ends
+            self.has_left = isinstance(opened, Leave)
             return
-        assert isinstance(opened, OpenArena)
         layout = self._model.layout(config.block_size)
         if has_store:
             if start.arena is None:
@@ -122,7 +122,7 @@ class Follower:
             self._end(message.num_samples)
         elif isinstance(message, Overwrite):
             overwrite_blocks(self._caches, message.blocks, self._model.device)
-        self.has_left = isinstance(message, Leave)
+        self.has_left = self.has_left or isinstance(message, Leave)
         return message is not None and not self.has_left
 
     @torch.inference_mode()

@@ -122,6 +122,15 @@ async def test_turns_whose_spans_are_computed_hold_up_nothing_else_and_end_with_
         assert ends.count("abort") >= MAX_CALLS - 8, "those that were not in the first step"
 
 
+async def test_who_iterates_hears_of_what_prevented_the_request(engine):
+    async def script(_):
+        raise RequestError("injected")
+
+    with pytest.raises(RequestError, match="injected"):
+        async for _ in engine.turn(script):
+            pass
+
+
 async def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine(engine):
     with crawling(engine.engine):
         answer = await engine.start("hello", LONG)
