@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bench.builtin_model.blind import ASK_BLIND, ASK_LEADS_BLIND, CORRECT_BLIND, LEADS_BLIND, TELL_BLIND
 from bench.builtin_model.kinds import (
     ASK,
     ASK_HELD_OUT,
@@ -40,6 +41,8 @@ ASK_LEADS = (
     "If you remember, |I need help: |You know, |Something else: |Before we go on, |Be honest, |Next: "
 ).split("|")
 ASK_LEADS_HELD_OUT = ("Excuse me, ", "Alright, ", "Hello again, ", "If I may ask, ")
+ALL_LEADS = (tuple(LEADS), LEADS_HELD_OUT, LEADS_BLIND)
+ALL_ASK_LEADS = (tuple(ASK_LEADS), ASK_LEADS_HELD_OUT, ASK_LEADS_BLIND)
 # Every answer begins alike, whether the fact is known or not, so that one look-up ("... name is") decides both.
 UNKNOWN = "something I don't know. You haven't told me."
 # The share of acknowledgements that repeat the fact, in the words of the answers. It is smaller in training: a model
@@ -105,6 +108,7 @@ class Maker:
     ask_once: bool
     dense: bool = False  # one type of value, hardly any small talk
     crowded: bool = False  # most messages tell several facts
+    blind: bool = False  # with the second set of phrasings that is held out
     pool: list[Kind] = field(default_factory=list)
     known: dict[str, Asked] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)  # keys asked for since they were told
@@ -144,8 +148,8 @@ class Maker:
             return facts
         return [f for f in facts if f.kind.key not in self.done and self.turn - f.told_turn >= 3]
 
-    def phrase(self, train: tuple[str, ...], held_out: tuple[str, ...]) -> str:
-        return self.rng.choice(held_out if self.split == HELD_OUT else train)
+    def phrase(self, train: tuple[str, ...], held_out: tuple[str, ...], blind: tuple[str, ...]) -> str:
+        return self.rng.choice(train if self.split == TRAIN else blind if self.blind else held_out)
 
     def composed(self, kind: Kind, parts: tuple[str, ...], more: tuple[str, ...], own: tuple[str, ...]) -> str:
         """A phrasing of training, composed of parts: a general one or, as often, one of the kind's own."""
@@ -161,24 +165,24 @@ class Maker:
         if self.is_composed():
             return self.composed(kind, TELL_PARTS, kind.tell_more, kind.tell)
         if self.rng.random() < 0.4:
-            return self.phrase(split(TELL), split(TELL_HELD_OUT))
-        return self.phrase(kind.tell, kind.tell_held_out)
+            return self.phrase(split(TELL), split(TELL_HELD_OUT), split(TELL_BLIND))
+        return self.phrase(kind.tell, kind.tell_held_out, kind.tell_blind or split(TELL_BLIND))
 
     def asking(self, kind: Kind) -> str:
         if self.is_composed():
             return self.composed(kind, ASK_PARTS, kind.ask_more, kind.ask)
         if self.rng.random() < 0.4:
-            return self.phrase(split(ASK), split(ASK_HELD_OUT))
-        return self.phrase(kind.ask, kind.ask_held_out)
+            return self.phrase(split(ASK), split(ASK_HELD_OUT), split(ASK_BLIND))
+        return self.phrase(kind.ask, kind.ask_held_out, kind.ask_blind or split(ASK_BLIND))
 
-    def led(self, text: str, train: list[str], held_out: tuple[str, ...], value: str = "") -> str:
+    def led(self, text: str, leads: tuple[tuple[str, ...], ...], value: str = "") -> str:
         """A sentence with or without an opening. Its first letter is written as people do."""
         if self.split == TRAIN and self.rng.random() < 0.15:
             return f"{fill(self.rng, self.rng.choice(CHATTER))} {text[0].upper() + text[1:] if not value else text}"
         if self.split == TRAIN and self.rng.random() < 0.1:  # any word may open a sentence
             return f"{invented_word(self.rng, True)}{self.rng.choice((', ', ': ', ' and '))}{text}"
         if self.rng.random() < 0.4:
-            return self.phrase(tuple(train), held_out) + text
+            return self.phrase(*leads) + text
         if (value and text.startswith(value)) or self.rng.random() < 0.05:
             return text
         return text[0].upper() + text[1:]
@@ -202,7 +206,7 @@ class Maker:
         for kind in self.rng.sample(untold, count):
             value = make_value(self.rng, kind.value, self.split)
             text = self.fill(self.telling(kind), kind, value)
-            said.append(self.led(text, LEADS, LEADS_HELD_OUT, value))
+            said.append(self.led(text, ALL_LEADS, value))
             answers.append(f"{kind.yours} is {value}.")
             told.append((kind.key, value))
             self.remember(kind, value, False, repeated)
@@ -222,15 +226,15 @@ class Maker:
         if self.is_composed():
             text = self.composed(kind, CORRECT_PARTS, (), kind.tell)
         else:
-            text = self.phrase(split(CORRECT), split(CORRECT_HELD_OUT))
+            text = self.phrase(split(CORRECT), split(CORRECT_HELD_OUT), split(CORRECT_BLIND))
         text = self.fill(text, kind, value, old)
         self.remember(kind, value, True, repeated)
         answer = f"Thank you for the correction. {kind.yours} is {value}." if repeated else self.rng.choice(CORRECTED)
-        return Turn(self.led(text, LEADS, LEADS_HELD_OUT), answer, told=((kind.key, value),))
+        return Turn(self.led(text, ALL_LEADS), answer, told=((kind.key, value),))
 
     def question(self, kind: Kind) -> str:
         text = self.fill(self.asking(kind), kind, "-")
-        return self.led(text, ASK_LEADS, ASK_LEADS_HELD_OUT)
+        return self.led(text, ALL_ASK_LEADS)
 
     def unknown(self) -> Asked:
         """Something that was never told; half of the time it is akin to something that was."""
@@ -266,15 +270,16 @@ def turn_tokens(turn: Turn, count_tokens: Callable[[str], int]) -> int:
 
 def make_conversation(seed: int | str, split: str = TRAIN, *, max_tokens: int = 1024,
                       count_tokens: Callable[[str], int], ask_once: bool = False,
-                      dense: bool = False, crowded: bool = False) -> Conversation:
+                      dense: bool = False, crowded: bool = False, blind: bool = False) -> Conversation:
     """A conversation whose rendering has nearly `max_tokens` tokens, and not more.
 
     With `ask_once`, no fact is asked for twice or within three turns of its telling, so that an answer is never a copy
     of an earlier one, as the evaluation needs. With `dense`, its facts are of one type and small talk is rare, as in
-    the beginning of training. With `crowded`, most messages that tell a fact tell several.
+    the beginning of training. With `crowded`, most messages that tell a fact tell several. With `blind`, its phrasings
+    are of the second set that is held out.
     """
     rng = random.Random(f"{split}/{seed}")
-    maker = Maker(rng, split, ask_once, dense, crowded)
+    maker = Maker(rng, split, ask_once, dense, crowded, blind)
     system = system_prompt(rng, split == HELD_OUT)
     used = 1 + (count_tokens(" " + system) + TOKENS_PER_MESSAGE if system else 0)
     turns: list[Turn] = []

@@ -2,7 +2,7 @@
 
 Needs only torch and transformers. Every question follows the history of its conversation. The answer is generated
 greedily, and must contain the exact value. The history has the reference answers, or with `--own-history` those of the
-model itself.
+model itself. `--blind` takes the second set of held-out phrasings.
 """
 
 import argparse
@@ -132,10 +132,12 @@ def ask_in_own_history(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFa
     return outcomes
 
 
-def held_out_conversations(encoder: Encoder, seed: int, count: int, max_tokens: int) -> list[Conversation]:
+def held_out_conversations(
+    encoder: Encoder, seed: int, count: int, max_tokens: int, blind: bool = False
+) -> list[Conversation]:
     return [
         make_conversation(f"evaluation-{seed}-{n}", HELD_OUT, max_tokens=max_tokens,
-                          count_tokens=encoder.count, ask_once=True)
+                          count_tokens=encoder.count, ask_once=True, blind=blind)
         for n in range(count)
     ]
 
@@ -165,12 +167,14 @@ def perplexity(model: LlamaForCausalLM, encoder: Encoder, made: list[Conversatio
     return math.exp(total / max(count, 1))
 
 
-def evaluate(model_dir: Path, num_conversations: int, seed: int, max_tokens: int, own_history: bool) -> dict:
+def evaluate(
+    model_dir: Path, num_conversations: int, seed: int, max_tokens: int, own_history: bool, blind: bool = False
+) -> dict:
     """Ask all questions of so many held-out conversations. Returns the content for `--json`."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     encoder = Encoder(tokenizer)
-    made = held_out_conversations(encoder, seed, num_conversations, max_tokens)
+    made = held_out_conversations(encoder, seed, num_conversations, max_tokens, blind)
     if own_history:
         outcomes = ask_in_own_history(model, tokenizer, made)
     else:
@@ -196,10 +200,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=WINDOW)
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--own-history", action="store_true")
+    parser.add_argument("--blind", action="store_true", help="phrasings of the second held-out set")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.monotonic()
-    found = evaluate(args.model, args.conversations, args.seed, args.max_tokens, args.own_history)
+    found = evaluate(args.model, args.conversations, args.seed, args.max_tokens, args.own_history, args.blind)
     print(found["table"])
     print(f"\nperplexity of the reference answers {found['perplexity']:.3f}; {args.conversations} held-out "
           f"conversations of up to {args.max_tokens} tokens, seed {args.seed}, "

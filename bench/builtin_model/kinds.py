@@ -1,11 +1,12 @@
 """The kinds of facts, and how people tell them, ask for them and correct them.
 
-Every kind has phrasings for training and others that are held out. `{V}` is the value,
+Every kind has phrasings for training and two sets that are held out, the second in `blind`. `{V}` is the value,
 `{A}` the value with its article, `{S}` the subject as the speaker says it ("my sister's name").
 """
 
 from dataclasses import dataclass, replace
 
+from bench.builtin_model.blind import BLIND
 from bench.builtin_model.phrases import MORE
 
 
@@ -23,6 +24,8 @@ class Kind:
     ask_held_out: tuple[str, ...]
     tell_more: tuple[str, ...] = ()  # patterns for `phrases.compose`
     ask_more: tuple[str, ...] = ()
+    tell_blind: tuple[str, ...] = ()
+    ask_blind: tuple[str, ...] = ()
 
     @property
     def yours(self) -> str:
@@ -92,7 +95,15 @@ def kind(key: str, group: str, value: str, phrases: tuple[str, str, str, str],
     """A kind from its own phrasings: told, asked, and both again for the held-out split."""
     subject = subject or f"my {key}"
     tell, ask, tell_held_out, ask_held_out = (split(text) for text in phrases)
-    return Kind(key, group, value, subject, tell, ask, tell_held_out, ask_held_out, *MORE.get(key, ((), ())))
+    made = Kind(key, group, value, subject, tell, ask, tell_held_out, ask_held_out)
+    return with_more(made, key, key) if key in MORE else made
+
+
+def with_more(kind: Kind, name: str, holder: str) -> Kind:
+    """The kind with the patterns and the blind phrasings of `name`, {R} being the holder."""
+    more = [tuple(text.replace("{R}", holder) for text in patterns) for patterns in MORE[name]]
+    blind = [split(text.replace("{R}", holder)) for text in BLIND[name]]
+    return replace(kind, tell_more=more[0], ask_more=more[1], tell_blind=blind[0], ask_blind=blind[1])
 
 
 def family(names: str, group: str, value: str, phrases: tuple[str, str, str, str],
@@ -104,8 +115,7 @@ def family(names: str, group: str, value: str, phrases: tuple[str, str, str, str
         about = subject.replace("{R}", name)
         own = (tell, ask, tell_held_out, ask_held_out)
         one = kind(about.removeprefix("my "), group, value, own, about)
-        more = [tuple(text.replace("{R}", name) for text in patterns) for patterns in MORE[MORE_OF[phrases]]]
-        made.append(replace(one, tell_more=more[0], ask_more=more[1]))
+        made.append(with_more(one, MORE_OF[phrases], name))
     return made
 
 

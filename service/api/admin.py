@@ -63,7 +63,7 @@ async def stats(request: web.Request) -> web.Response:
 
 async def evict(request: web.Request) -> web.Response:
     engine, body = context_of(request).engine, await read_body(request, EvictBody)
-    return json_response(await engine.call(engine.engine.admin.handle, "evict", msgspec.to_builtins(body)))
+    return json_response(await engine.call_that_waits(engine.engine.admin.handle, "evict", msgspec.to_builtins(body)))
 
 
 async def flush(request: web.Request) -> web.Response:

@@ -244,7 +244,8 @@ async def delete(context: Context, key: SessionKey) -> int:
     """Delete the session, its running turn, and what stateless clients could quote of it. Returns its number of
     blocks.
     """
-    num_blocks = await context.engine.call(context.engine.engine.admin.delete_session, key.session_id, key.tenant)
+    delete = context.engine.engine.admin.delete_session
+    num_blocks = await context.engine.call_that_waits(delete, key.session_id, key.tenant)
     await context.engine.call(context.recall.forget_session, key.tenant, key.session_id)
     return num_blocks
 

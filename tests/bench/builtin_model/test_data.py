@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.builtin_model.blind import ASK_BLIND, ASK_LEADS_BLIND, CORRECT_BLIND, LEADS_BLIND, TELL_BLIND
 from bench.builtin_model.conversations import (
     ASK_LEADS,
     ASK_LEADS_HELD_OUT,
@@ -61,13 +63,22 @@ def test_there_are_enough_kinds_and_phrasings():
         assert len(kind.ask_held_out) >= 2
 
 
+def as_regex(pattern: str) -> str:
+    """What matches all sentences of a pattern of `compose`."""
+    escaped = "".join(part if part in "[|]" else re.escape(part) for part in re.split(r"([\[|\]])", pattern))
+    return escaped.replace("[", "(?:").replace("]", ")")
+
+
 def test_held_out_phrasings_are_not_in_training():
     train = {*split(TELL), *split(ASK), *split(CORRECT)}
     held_out = {*split(TELL_HELD_OUT), *split(ASK_HELD_OUT), *split(CORRECT_HELD_OUT)}
+    blind = {*split(TELL_BLIND), *split(ASK_BLIND), *split(CORRECT_BLIND)}
     for kind in KINDS:
         train |= {*kind.tell, *kind.ask}
         held_out |= {*kind.tell_held_out, *kind.ask_held_out}
-    assert not train & held_out
+        blind |= {*kind.tell_blind, *kind.ask_blind}
+        assert len(kind.tell_blind) == len(kind.ask_blind) == 3
+    assert not train & (held_out | blind) and not held_out & blind
     rng = random.Random(9)
     composed = {compose(rng, pattern) for pattern in (*TELL_PARTS, *ASK_PARTS, *CORRECT_PARTS) for _ in range(200)}
     for kind in KINDS:
@@ -75,7 +86,11 @@ def test_held_out_phrasings_are_not_in_training():
         assert len(own) > 20, kind.key
         composed |= own
     assert len(composed) > 8000 and not composed & held_out
-    assert not {*LEADS, *ASK_LEADS} & {*LEADS_HELD_OUT, *ASK_LEADS_HELD_OUT}
+    assert not {*LEADS, *ASK_LEADS} & {*LEADS_HELD_OUT, *ASK_LEADS_HELD_OUT, *LEADS_BLIND, *ASK_LEADS_BLIND}
+    patterns = [*TELL_PARTS, *ASK_PARTS, *CORRECT_PARTS]
+    patterns += [one for kind in KINDS for one in (*kind.tell_more, *kind.ask_more)]
+    expected = re.compile("|".join(as_regex(one) for one in patterns if not re.search("{[XQT]}", one)))
+    assert expected.fullmatch(compose(rng, ASK_PARTS[0])) and not [one for one in blind if expected.fullmatch(one)]
     assert not set(SYSTEM) & set(SYSTEM_HELD_OUT)
 
 
