@@ -141,7 +141,7 @@ class WriteBack:
             self._refuse_first(own, "its tenant has on disk what it may have")
             return True
         if not self.make_room(self.queued.total + size, self.queued.total):
-            if self.queued.total or self.contents.removing:
+            if self.queued.total or self.contents.removing.sizes:
                 return False
             if len(self.contents.index):
                 return self._give_up_first(own)
@@ -348,7 +348,7 @@ class WriteBack:
     @property
     def is_drained(self) -> bool:
         """Whether nothing is dirty, or on its way to or from the disk."""
-        return not self.contents.removing and not self.dirty and self._tier.is_idle
+        return not self.contents.removing.sizes and not self.dirty and self._tier.is_idle
 
     def persist_touched(self) -> None:
         """Send times of last use along with the next transaction."""
