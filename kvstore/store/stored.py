@@ -41,7 +41,6 @@ class Deletions:
         self.num_bytes = 0
         # Of these: not handed over yet, or to be tried again.
         self._waiting: defaultdict[TierWorker, dict[BlockId, None]] = defaultdict(dict)
-        self._running: set[BlockId] = set()
 
     def add(self, block_id: BlockId, num_bytes: int = 0) -> None:
         self.drop(block_id)
@@ -59,20 +58,14 @@ class Deletions:
 
     def pump(self) -> bool:
         """Hand over what waits, but for servers that are away. Returns whether there was anything."""
-        has_some = False
-        for worker, waiting in self._waiting.items():
-            if worker.is_away or not (ready := waiting.keys() - self._running):
-                continue
-            has_some = True
-            worker.submit_deletes(tuple(one for one in waiting if one in ready))
-            self._running |= ready
-            for block_id in ready:
-                del waiting[block_id]
-        return has_some
+        ready = [(worker, waiting) for worker, waiting in self._waiting.items() if waiting and not worker.is_away]
+        for worker, waiting in ready:
+            worker.submit_deletes(tuple(waiting))
+            waiting.clear()
+        return bool(ready)
 
     def ended(self, block_ids: Iterable[BlockId], error: str | None) -> None:
         """The tier has tried these. What was added again meanwhile waits: it may have been written in between."""
-        self._running.difference_update(block_ids)
         for block_id in block_ids:
             waiting = self._waiting[self._tier.home(block_id)]
             if error is None and block_id not in waiting:

@@ -342,22 +342,6 @@ def test_what_is_confirmed_is_gone(shared, tier):
     assert not deletes.in_flight() and set(shared.blocks) == {IDS[4]}
 
 
-def test_what_is_deleted_again_while_its_deletion_runs_is_deleted_twice(shared, tier):
-    """It may be stored in between, and then deleted for good: before that, its deletion must not count as done."""
-    deletes = given_up(tier, IDS[:2])
-    shared.may_answer.clear()
-    assert deletes.pump()
-    deletes.drop(IDS[0])
-    deletes.add(IDS[0], 5)
-    assert not deletes.pump() and deletes.num_bytes == 15
-    shared.may_answer.set()
-    hear(deletes, tier)
-    assert deletes.has_some({IDS[0]}) and deletes.num_bytes == 5
-    assert deletes.pump()
-    hear(deletes, tier)
-    assert not deletes.sizes and deletes.num_bytes == 0
-
-
 def test_what_fails_is_tried_again_when_it_answers(shared, tier):
     shared.blocks = dict.fromkeys(IDS, b"")
     shared.fails = "away"
