@@ -39,7 +39,7 @@ def test_codex_is_answered_and_its_next_turn_hits_the_last_one(server, lines):
     first = events[-1]["response"]
     assert events[-1]["type"] in ("response.completed", "response.incomplete") and first["store"] is False
     (told,) = (line for line in lines["text"] if "passed over" in line)
-    assert "custom, local_shell, namespace, web_search" in told
+    assert "'custom', 'local_shell', 'namespace', 'web_search'" in told
     answer = [{**item, "id": "kept"} for item in first["output"]]
     again = server.post("/v1/responses", body_of_codex(*answer, message("user", "more"))).events()[-1]["response"]
     details = again["usage"]["input_tokens_details"]

@@ -148,7 +148,7 @@ def test_other_types_of_tools_are_passed_over_and_named_in_the_log(client, caplo
     answer = ask(client, tools=[*others, *TOOLS], max_tokens=4)
     assert answer.choices[0].message.content is not None
     respond(client, "Hello", tools=[*others, *FLAT])
-    line = "tools of the types namespace, web_search are passed over: this server runs none"
+    line = "tools of the types 'namespace', 'web_search' are passed over: this server runs none"
     assert [message for message in caplog.messages if "passed over" in message] == [line] * 2
 
 
