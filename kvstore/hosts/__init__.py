@@ -3,7 +3,6 @@ the module by its name.
 
 - `given`: what is read of a host's objects, none of it optional; where its model's files lie on this machine
 - `jobs`: what a host reads or writes together, from and into its memory; a store for hosts whose threads may block
-- `rates`: load or compute, for hosts that tell little
 - `read_ahead`: sessions whose histories are read while their requests wait; a file that keeps what a process has
   learned
 - `sglang`: `KVStoreBackend`, the storage below SGLang's hierarchical cache

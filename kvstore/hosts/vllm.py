@@ -36,12 +36,12 @@ from kvstore.config import parse_size
 from kvstore.errors import ConfigError, StoreLockedError
 from kvstore.hosts import vllm_identity
 from kvstore.hosts.jobs import HostBlock, HostJob, HostJobs
-from kvstore.hosts.rates import LoadOrCompute
 from kvstore.hosts.read_ahead import ReadAhead
 from kvstore.hosts.vllm_keys import RequestKeys, chain_of, end_of
 from kvstore.hosts.vllm_memory import remove_left_memory
 from kvstore.hosts.vllm_metrics import FAILED_LOADS, FAILED_STORES, METRICS, RECOMPUTED, TierCounts
 from kvstore.hosts.wishes import Wishes, read_wishes
+from kvstore.policy.planner import Planner
 
 logger = init_logger("vllm.kvstore")
 DRAIN_STEP_S = 0.001
@@ -98,7 +98,8 @@ class KVStoreTier(SecondaryTierManager):
         self._rows = primary_kv_view.cast("B")
         self._failed: dict[bytes, None] = {}  # could not be read, in this order, and were not written since
         self._ahead = ReadAhead(self._store, folder)
-        self._rates = LoadOrCompute(self.block_size_bytes, min(self._tokens.values()), always=load == "always")
+        self._chunk_tokens = min(self._tokens.values())
+        self._planner = Planner(self.block_size_bytes, self._chunk_tokens, always=load == "always")
         self._counts = TierCounts(self._store)
         self._asked: dict[str, _Asked] = {}
         self._results: list[JobResult] = []
@@ -113,7 +114,9 @@ class KVStoreTier(SecondaryTierManager):
         begin = end - self._tokens_of(key)
         if asked.first is None:
             asked.first = begin
-        if self._rates.should_load(end - asked.first, self._jobs.num_reading, begin == asked.first):
+        num_blocks = max(0, end - asked.first) // self._chunk_tokens
+        is_first = begin == asked.first  # a disk is tried for those of which nothing else would be loaded
+        if self._planner.should_read(num_blocks, num_blocks, self._jobs.num_reading, may_try=is_first):
             return LookupResult.HIT
         self._counts.counted[RECOMPUTED] += 1
         return LookupResult.MISS
@@ -123,7 +126,8 @@ class KVStoreTier(SecondaryTierManager):
         asked = self._of(job_metadata.req_context)
         if asked.scheduled_s is not None:
             num_tokens = sum(map(self._tokens_of, job_metadata.keys)) // len(self._tokens)
-            self._rates.computed(num_tokens, time.perf_counter() - asked.scheduled_s)
+            if num_tokens:
+                self._planner.computed(num_tokens, time.perf_counter() - asked.scheduled_s)
             asked.scheduled_s = None  # later blocks are decoded
         rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
         self._jobs.write(job_metadata.job_id, self._in_order(rows, asked), asked.name)
@@ -139,8 +143,8 @@ class KVStoreTier(SecondaryTierManager):
 
     def _collect(self) -> None:
         for job in self._jobs.collect():
-            if job.is_load:
-                self._rates.read(job.num_bytes, job.seconds)
+            if job.is_load and job.num_bytes:
+                self._planner.read(job.num_bytes, job.seconds)
             self._note_failures(job)
             is_whole = all(job.ok)
             if not is_whole:

@@ -144,14 +144,15 @@ class Planner:
         self._num_computed += 1
         return self._num_computed % RETRY_EVERY == 0
 
-    def should_read(self, num_blocks: int, num_unread: int) -> bool:
+    def should_read(self, num_blocks: int, num_unread: int, num_ahead: int = 0, may_try: bool = True) -> bool:
         """Whether to load blocks that are of use only together, of which so many come from disk: yes, unless computing
-        is better; and now and then all the same, as nothing else would measure the disk.
+        is better. may_try: and now and then all the same, as nothing else would measure the disk. num_ahead: see
+        `choose`.
         """
-        if self.choose(num_blocks + 1, num_unread, num_state=1).way is Way.LOAD:  # as if with a small state
+        if self.choose(num_blocks + 1, num_unread, num_ahead, num_state=1).way is Way.LOAD:  # as if with a small state
             return True
-        self._num_computed += 1
-        return self._num_computed % RETRY_EVERY == 0
+        self._num_computed += may_try
+        return may_try and self._num_computed % RETRY_EVERY == 0
 
     def choose(
         self, num_blocks: int, num_unread: int, num_ahead: int = 0, stalled_s: float = 0.0, is_open: bool = False,

@@ -91,6 +91,9 @@ def test_what_is_of_use_only_together_is_read_unless_computing_is_better_and_som
     slow = with_disk(0.02, 0.01)
     assert slow.should_read(100, 0), "it is in memory"
     assert sum(slow.should_read(100, 100) for _ in range(64)) == 4
+    assert not any(slow.should_read(100, 100, may_try=False) for _ in range(64))
+    assert with_disk(0.005, 0.01).should_read(100, 100) and slow.should_read(1, 1), "less than 20 ms"
+    assert not with_disk(0.005, 0.01).should_read(100, 100, num_ahead=500, may_try=False), "others are read before"
 
 
 def test_nothing_is_computed_before_computing_was_measured():
