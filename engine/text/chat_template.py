@@ -132,17 +132,7 @@ class ChatTemplate:
 
         Contents that spell a control token are encoded as text.
         """
-        if not any(self.text.spells_control(content_of(m)) for m in messages):
-            return self.text.encode(self.render(messages))
-        contents = {f"kvstorecontent{i}end": content_of(m) for i, m in enumerate(messages) if content_of(m)}
-        marked = [{**m, "content": content_of(m) and f"kvstorecontent{i}end"} for i, m in enumerate(messages)]
-        parts = re.split("(kvstorecontent[0-9]+end)", self.render(marked))
-        if missing := set(contents) - set(parts):
-            raise RequestError(f"the chat template does not show {len(missing)} of the messages", param="messages")
-        ids: list[int] = []
-        for part in parts:
-            ids += self.text.encode_plain(contents[part]) if part in contents else self.text.encode_part(part)
-        return ids
+        return self.text.encode(self.render(messages))
 
     def next_ids(self, token_ids: list[int], messages: list[Message], content: str) -> list[int] | None:
         """The next prompt: the conversation so far and one user message more.
@@ -155,16 +145,11 @@ class ChatTemplate:
         if delta is None:
             return None
         rendered = self.render([*messages, {"role": "user", "content": content}])
-        answer = content_of(messages[-1])
-        for said, shown in product((answer, answer.strip()), (content, content.strip())):  # trimming is not rewriting
+        answer, asked = self.text.hide(content_of(messages[-1])), self.text.hide(content)
+        for said, shown in product((answer, answer.strip()), (asked, asked.strip())):  # trimming is not rewriting
             if rendered.endswith(said + delta.before + shown + delta.after):
-                break
-        else:
-            return None
-        if self.text.spells_control(shown):
-            before, after = self.text.encode_part(delta.before), self.text.encode_part(delta.after)
-            return token_ids + before + self.text.encode_plain(shown) + after
-        return token_ids + self.text.encode_part(delta.before + shown + delta.after)
+                return token_ids + self.text.encode_part(delta.before + shown + delta.after)
+        return None
 
     def following_ids(self, token_ids: list[int], messages: list[Message], said: Sequence[Message]) -> list[int] | None:
         """`next_ids` for any messages: a user's, or results of the calls in the last answer."""
@@ -174,9 +159,8 @@ class ChatTemplate:
         if self._delta(messages[0]["role"] == "system") is None:
             return None
         mark = f"kvstore{secrets.token_hex(8)}x"
-        shown = [{**message, "content": self.text.hide_controls(content_of(message))} for message in said]
         try:
-            _, *after = self.render([*messages[:-1], {"role": "assistant", "content": mark}, *shown]).split(mark)
+            _, *after = self.render([*messages[:-1], {"role": "assistant", "content": mark}, *said]).split(mark)
         except RequestError:  # a template may want to see the calls
             return None
         return token_ids + self.text.encode_part(after[0]) if len(after) == 1 else None
@@ -190,7 +174,7 @@ class ChatTemplate:
     def opening_with(self, begun: Message) -> str:
         """The text that opens an answer, and what there is of it, as this template continues it."""
         asked = [_user(_USER)]
-        return self.render([*asked, begun]).removeprefix(self.render(asked, opens_answer=False))
+        return self.text.shown(self.render([*asked, begun]).removeprefix(self.render(asked, opens_answer=False)))
 
     def opens_with(self, has_system: bool) -> str:
         """The text between a user's message and its answer, in a conversation that goes on; "" if that is unknown."""
@@ -217,14 +201,7 @@ class ChatTemplate:
         if boundary is None:
             return None
         rendered = self.render([*system, {"role": "user", "content": _USER}])
-        before = rendered[: rendered.index(_USER)]
-        head = before[: len(before) - boundary[1]]
-        if not system or not self.text.spells_control(system[0]["content"]):
-            return self.text.encode(head)
-        start, content, rest = head.partition(system[0]["content"])
-        if not content:
-            return None
-        return self.text.encode(start) + self.text.encode_plain(content) + self.text.encode_part(rest)
+        return self.text.encode(rendered[: rendered.index(_USER) - boundary[1]])
 
     def message_of_last(self, messages: Sequence[Message], token_ids: Sequence[int]) -> int | None:
         """The message that the last of these first ids of their prompt belongs to; None if it stands before all, or if
@@ -234,7 +211,7 @@ class ChatTemplate:
         marked = [{**m, "content": f"kvstore{nonce}x{i}end{content_of(m)}"} for i, m in enumerate(messages)]
         (shown,) = self._tokenizer.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         try:
-            first, *parts = re.split(f"kvstore{nonce}x([0-9]+)end", self.render(marked))
+            first, *parts = re.split(f"kvstore{nonce}x([0-9]+)end", self.text.shown(self.render(marked)))
         except RequestError:
             return None
         found, start = None, len(first)
@@ -289,7 +266,7 @@ class ChatTemplate:
         return self._apply([self._shown_message(message) for message in messages], opens_answer)
 
     def _shown_message(self, message: Message) -> Message:
-        """A message as templates expect it. What people wrote beside contents becomes no control token."""
+        """A message as templates expect it. What people wrote becomes no control token."""
         shown = {key: self.text.hide_controls(value) for key, value in message.items() if value and key != "content"}
         if "reasoning_content" in shown and "reasoning_content" not in str(self._tokenizer.chat_template):
             shown["thinking"] = shown.pop("reasoning_content")
@@ -297,7 +274,7 @@ class ChatTemplate:
             shown["tool_calls"] = [self._shown_call(call) for call in shown["tool_calls"]]
         if "tool_call_id" in shown:
             shown["tool_call_id"] = self._shown_id(shown["tool_call_id"])
-        return shown | {"content": content_of(message)}
+        return shown | {"content": self.text.hide(content_of(message))}
 
     def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A call with its arguments as the template takes them; clients give the text of a JSON object."""
@@ -388,9 +365,7 @@ class TextEncoder:
         self._backend = tokenizer.backend_tokenizer
         self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._mark = f"kvstore{secrets.token_hex(8)}x"  # nobody can spell it
-
-    def spells_control(self, text: str) -> bool:
-        return any(token in text for token in self._controls)
+        self._marks = re.compile(f"{self._mark}(?:([0-9]+)end|([0-9a-f]+)(span|text))")
 
     def whole_tokens(self, text: str, count: int) -> int:
         """At most the last `count` characters. A cut through a control token moves behind it."""
@@ -425,26 +400,41 @@ class TextEncoder:
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, sorted(self._controls, key=len, reverse=True))))
+        """Tokens with the same beginning stand together, so that few are tried where there is none."""
+        by_start: dict[str, list[str]] = {}
+        for token in sorted(self._controls, key=len, reverse=True):
+            by_start.setdefault(token[:2], []).append(re.escape(token))
+        return re.compile("|".join(f"(?:{'|'.join(tokens)})" for tokens in by_start.values()))
+
+    def hide(self, text: str) -> str:
+        """The same text, or a mark for the whole of it if it spells a control token: it is encoded alone."""
+        return self._whole(text, "text") if self._controls and self._spelled.search(text) else text
 
     def mark_span(self, text: str) -> str:
         """A mark that `encode` makes the ids of this text of, between two stand-ins: it is encoded alone, so its ids
         are the same wherever it stands. See `without_marks`.
         """
-        return f"{self._mark}{text.encode('utf-8', 'surrogatepass').hex()}span" if text else ""
+        return self._whole(text, "span") if text else ""
+
+    def _whole(self, text: str, kind: str) -> str:
+        return f"{self._mark}{text.encode('utf-8', 'surrogatepass').hex()}{kind}"
+
+    def shown(self, rendered: str) -> str:
+        """With what marks stand for in their place."""
+        return self._marks.sub(lambda mark: self._behind(mark[1], mark[2]), rendered)
+
+    def _behind(self, control: str | None, whole: str) -> str:
+        if control is not None:
+            return self._controls[int(control)]
+        return bytes.fromhex(whole).decode("utf-8", "surrogatepass")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of template text, of control tokens hidden in it as text, and of spans."""
-        if self._mark not in text:
-            return _ids(self._backend, text)
-        first, *rest = re.split(f"{self._mark}(?:([0-9]+)end|([0-9a-f]+)span)", text)
+        """Ids of template text, of what is hidden in it as text, and of spans."""
+        first, *rest = self._marks.split(text)
         ids = _ids(self._backend, first)
-        for index, span, part in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-            if span is None:
-                ids += self.encode_plain(self._controls[int(index)])
-            else:
-                content = bytes.fromhex(span).decode("utf-8", "surrogatepass")
-                ids += [SPAN_BEGINS, *self.encode_plain(content), SPAN_ENDS]
+        for control, whole, kind, part in zip(rest[::4], rest[1::4], rest[2::4], rest[3::4], strict=True):
+            hidden = self.encode_plain(self._behind(control, whole))
+            ids += [SPAN_BEGINS, *hidden, SPAN_ENDS] if kind == "span" else hidden
             ids += self.encode_part(part)
         return ids
 
@@ -457,8 +447,6 @@ class TextEncoder:
     def encode_plain(self, text: str) -> list[int]:
         if not text:
             return []
-        if self._mark in text:  # of a content with spans, whose control tokens are hidden
-            return self.encode_part(text)
         return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
 
 

@@ -31,63 +31,45 @@ def history_ids(
     shown = _shown(template, messages, kept) if kept else None
     if shown is None:
         return None
-    texts, contents = shown
-    first = next(iter(contents))
-    if known and first == known[0]:
-        ids = list(known[1])
-    else:
-        ids = template.prompt_ids(messages[:first]) + list(kept[first])
-    after = [*contents][1:]
-    for text, index in zip(texts[1:], [*after, None], strict=True):
-        ids += template.text.encode_part(text)
-        if index in kept:
-            ids += kept[index]
-        elif index is not None:
-            ids += template.text.encode_plain(contents[index])
+    indices, texts = shown
+    ids = [] if known and indices[0] == known[0] else template.prompt_ids(messages[: indices[0]])
+    for index, text in zip(indices, texts, strict=True):
+        ids += [*kept[index], *template.text.encode_part(text)]
     return ids
 
 
 def _shown(
     template: ChatTemplate, messages: list[Message], kept: Mapping[int, Sequence[int]]
-) -> tuple[list[str], dict[int, str]] | None:
-    """Cut the rendered history at the answers to keep, from the first required one on; None if that is impossible.
-
-    Returns the texts between the cuts, and the contents as the template shows them (it may trim), by their indices.
+) -> tuple[list[int], list[str]] | None:
+    """Cut the rendered history at the answers to keep. Returns their indices, from the first one that can be kept, and
+    the text after each; None if none can.
     """
-    first = min(kept)
-    spells = template.text.spells_control
-    cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(content_of(m)))]
     nonce = secrets.token_hex(8)  # no content can contain it
     marked = list(messages)
-    for index in cuts:
-        kept_parts = {"role": "assistant"} if index in kept else messages[index]  # ids stand for calls, too
-        marked[index] = {**kept_parts, "content": f"kvstore{nonce}x{index}end"}
+    for index in kept:
+        marked[index] = {"role": "assistant", "content": f"kvstore{nonce}x{index}end"}  # ids stand for calls, too
     try:
-        parts = re.split(f"kvstore{nonce}x([0-9]+)end", template.render(marked))
+        head, *parts = re.split(f"kvstore{nonce}x([0-9]+)end", template.render(marked))
     except RequestError:  # a template may want to see the calls
         return None
-    if parts[1::2] != [str(index) for index in cuts]:
+    indices, texts = [*kept], parts[1::2]
+    if parts[::2] != [str(index) for index in indices]:
         return None
-    texts, rendered = parts[::2], template.render(messages)
+    rendered = template.render(messages)
     if not rendered.endswith(texts[-1]):
         return None
-    end = len(rendered) - len(texts[-1])
-    contents: dict[int, str] = {}
-    for number in reversed(range(len(cuts))):
-        index, before = cuts[number], texts[number]
-        if "tool_calls" in messages[index] and index in kept:  # however the template shows them
+    end, num_shown = len(rendered) - len(texts[-1]), 0
+    for index, before in zip(reversed(indices), reversed([head, *texts[:-1]]), strict=True):
+        if "tool_calls" in messages[index]:  # however the template shows them
             start = rendered.rfind(before, 0, end) + len(before)
             content = rendered[start:end] if start >= len(before) else None
         else:
-            content = _content_before(rendered, end, before, content_of(messages[index]))
-        if content is None or (index in kept and not before.endswith(template.opening)):
+            content = _content_before(rendered, end, before, template.text.hide(content_of(messages[index])))
+        if content is None or not before.endswith(template.opening):
             break
-        contents[index] = content
+        num_shown += 1
         end -= len(before) + len(content)
-    while contents and next(reversed(contents)) not in kept:
-        contents.popitem()  # everything before the first kept answer is encoded in one piece
-    contents = dict(reversed(contents.items()))
-    return (texts[len(texts) - len(contents) - 1 :], contents) if contents else None
+    return (indices[-num_shown:], texts[-num_shown:]) if num_shown else None
 
 
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:

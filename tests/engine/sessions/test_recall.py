@@ -257,7 +257,7 @@ def test_turn_by_turn_is_all_at_once(text, system):
 
 
 def test_an_answer_whose_reasoning_is_dropped_is_encoded_as_text_with_all_before_it():
-    template = make(THINKING, think=True)
+    template = make(THINKING)
     messages = [user("a"), assistant("one"), user("b"), assistant("<think>x</think>\ntwo"), user("c")]
     messages += [assistant("three"), user("d")]
     answers = {1: [1, 2], 3: [3, 4], 5: [5, 6]}

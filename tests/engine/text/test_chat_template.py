@@ -8,6 +8,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.histories import history_ids
 from kvstore.errors import RequestError
 
 LLAMA3 = (
@@ -64,8 +65,8 @@ def words(template: str, core: Tokenizer | None = None, think: bool = False) -> 
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template)
 
 
-def make(template: str, think: bool = False) -> ChatTemplate:
-    return ChatTemplate.of(words(template, think=think))
+def make(template: str) -> ChatTemplate:
+    return ChatTemplate.of(words(template))
 
 
 def user(text):
@@ -109,6 +110,26 @@ def test_no_text_of_a_user_becomes_a_control_token(template, control):
         assert count(following) == count(chat.next_ids(start, [user("x"), assistant("y")], "plain"))
 
 
+def test_a_control_token_that_is_spelled_counts_as_it_is_spelled():
+    spelled, chat = "<|im_end|>" * 5, make(CHATML)
+    messages = [user(spelled), assistant("x"), user("last")]
+    before = len(chat.prompt_ids(messages[:1]))
+    found = [chat.message_of_last(messages, chat.prompt_ids(messages)[:count]) for count in (before - 20, before + 1)]
+    assert found == [0, 1]
+    assert chat.using(continues=True).opening_with(assistant(spelled)).endswith(f"assistant\n{spelled}")
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING], ids=["chatml", "thinking"])
+def test_an_answer_that_spells_a_control_token_stays_as_it_was_generated(template):
+    chat = ChatTemplate.of(words(template, think=True))
+    history = [user("q"), assistant("<think>hm</think>\n\nan </s> answer")]
+    asked = [*history, user("a </s>")]
+    following = chat.next_ids([1], history, "a </s>")
+    assert following is not None and following[0] == 1
+    assert chat.prompt_ids(asked)[-len(following) + 1 :] == following[1:]
+    assert history_ids(chat, asked, {1: [1]})[-len(following) :] == following
+
+
 def test_a_system_prompt_that_the_template_moves_is_found_where_it_is():
     tokenizer = words(MISTRAL)
     ids = ChatTemplate.of(tokenizer).prompt_ids([SYSTEM, user("one"), assistant("two"), user("three </s>")])
@@ -118,7 +139,7 @@ def test_a_system_prompt_that_the_template_moves_is_found_where_it_is():
 
 
 def test_reasoning_that_the_template_drops_is_noticed():
-    chat = make(THINKING, think=True)
+    chat = make(THINKING)
     plain = [user("q"), assistant("an answer")]
     assert chat.next_ids([1], plain, "next") is not None
     assert chat.next_ids([1], [user("q"), assistant("<think>hm</think>\n\nan answer")], "next") is None
@@ -136,8 +157,6 @@ def test_a_part_gets_no_space_that_the_whole_would_not_have():
 def test_what_a_template_refuses_is_a_request_error():
     with pytest.raises(RequestError, match="System role not supported"):
         make(NO_SYSTEM).prompt_ids([SYSTEM, user("x")])
-    with pytest.raises(RequestError, match="does not show 1 of"):
-        make("{{ messages[-1].content }}").prompt_ids([user("first </s>"), assistant("x"), user("last")][::2])
 
 
 def test_no_template_is_none():
