@@ -86,6 +86,18 @@ def test_slots_go_to_others_are_copied_and_loaded_on_all_ranks(way, name, model_
         assert again.usage.cached_tokens_details.cpu == len(history) // BLOCK * BLOCK
 
 
+def test_a_conversation_is_truncated_as_in_one_process(model_of, tmp_path):
+    """The first rank splices the windows of all layers, those of other stages too, and turns their keys."""
+    model, said = model_of("Gemma3", tokenizer=True), []
+    for size in ({}, SIZES["pipeline"]):
+        with opened(model, tmp_path / str(len(said)), max_model_len=192, **size) as engine:
+            chat, params = engine.chat("talk", system="Be brief."), greedy(16, temperature=1.0, seed=7)
+            turns = [chat.send(f"message number {turn} of a long talk", params) for turn in range(10)]
+            said.append([turn.token_ids for turn in turns])
+            assert max(turn.usage.cached_tokens_details.reencoded for turn in turns) > 0
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("way", SIZES)
 def test_of_a_deleted_conversation_no_window_is_left_on_any_rank(way, model_of, tmp_path, monkeypatch):
     looked_at = tmp_path / "looked_at"
