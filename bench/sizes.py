@@ -87,7 +87,8 @@ def bench_hbm(report: Report) -> None:
     """The tokens that HBM holds, beside those that it would hold if layers with a window kept all; and the windows."""
     from kvstore.engine.config import SchedulerConfig
     from kvstore.engine.model.devices import num_hbm_blocks
-    from kvstore.engine.model.interception import ModelSpec, PositionFreeModel
+    from kvstore.engine.model.interception import ModelSpec, PositionFreeModel, StepCarrier
+    from kvstore.engine.model.parallel.group import Part
     from kvstore.memory.layout import LayerShape
 
     config = SchedulerConfig(131072)
@@ -96,7 +97,7 @@ def bench_hbm(report: Report) -> None:
         shapes = (LayerShape(num_heads, head_dim, head_dim),) * (num_full + num_windowed)
         windows = (None,) * num_full + (window,) * num_windowed
         spec = ModelSpec(shapes, torch.bfloat16, 1, 131072, windows=windows)
-        network = SimpleNamespace(kvstore_carrier=SimpleNamespace(group=None), device=torch.device("cpu"))
+        network = SimpleNamespace(kvstore_carrier=StepCarrier(torch.nn.Module(), Part()), device=torch.device("cpu"))
         model = PositionFreeModel(network, spec, (None,) * len(shapes))
         for gib in HBM_GIB:
             with catch_warnings():

@@ -105,8 +105,6 @@ def open_model(
         num_blocks, num_slots = num_hbm_blocks(
             model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes
         )
-        if part is not None:
-            num_blocks = part.least(num_blocks)
     if model.spec.windows:
         limits = replace(limits, num_window_slots=num_slots)
     elif num_slots:  # half of them for checkpoints

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvstore.engine.core.scheduler import NewRow, Scheduled
 
+Copies = Sequence[tuple[int, int]]  # of whole HBM blocks or window slots: source, destination
+
 
 def slot_mapping(
     block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int
@@ -130,8 +132,8 @@ class InputBatch:
             order=order,
         )
 
-    def apply_allocations(self, scheduled: tuple[Scheduled, ...]) -> list[tuple[int, int]]:
-        """Write the new block numbers into the table; returns the (source, destination) block copies of the step."""
+    def apply_allocations(self, scheduled: tuple[Scheduled, ...]) -> Copies:
+        """Write the new block numbers into the table; returns the block copies of the step."""
         copies = []
         for step in scheduled:
             allocation = step.allocation

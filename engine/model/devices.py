@@ -24,6 +24,7 @@ from kvstore.config import MAX_SAVE_BYTES, format_size
 from kvstore.connector import NullConnector
 from kvstore.engine.config import EngineConfig, SchedulerConfig
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
+from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.step.graphs import bytes_for_graphs
 from kvstore.engine.model.step.sampler import Sampler
 from kvstore.engine.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ def num_hbm_blocks(
     num_processes: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """Blocks, and states of the model if it keeps some, or window slots if its layers have windows, that fit in `hbm`
-    bytes, or in what "auto" finds.
+    bytes, or in what "auto" finds, on each rank: all of them call this.
 
     Raises ConfigError when not even one block fits, or not two states.
 
@@ -85,12 +86,15 @@ def num_hbm_blocks(
             )
     room_bytes, block_bytes = size_bytes - num_slots * state_bytes, _pool_bytes(model, config, 1)
     bytes_of = partial(_pool_bytes, model, config)
-    count = bisect_right(range(1, max(room_bytes, 0) // _bytes_of(model, config)[0] + 1), room_bytes, key=bytes_of)
-    if model.spec.windows:
-        num_slots = _num_window_slots(model, config, count)
+    most = max(room_bytes, 0) // (config.block_size * model.spec.hbm_bytes_per_token[0])
+    count = bisect_right(range(1, most + 1), room_bytes, key=bytes_of)
     if count < 1:
         needed = f"but one block of this model needs {format_size(block_bytes)}"
         raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
+    part: Part = model.network.kvstore_carrier.part
+    count = part.least(count)
+    if model.spec.windows:
+        num_slots = _num_window_slots(model, config, count)
     if count * config.block_size < config.max_model_len:
         warnings.warn(
             f"the HBM pool holds {count * config.block_size} tokens, fewer than max_model_len {config.max_model_len}: "
@@ -100,37 +104,31 @@ def num_hbm_blocks(
     return count, num_slots
 
 
-def _bytes_of(model: PositionFreeModel, config: SchedulerConfig) -> tuple[int, int]:
-    """Of a block, and of a window slot, 0 if there are none."""
-    if not model.spec.windows:
-        return config.block_size * model.spec.hbm_bytes_per_token, 0
-    layout = model.layout(config.block_size)
-    return layout.block_bytes, layout.state_bytes
-
-
 def _num_window_slots(model: PositionFreeModel, config: SchedulerConfig, num_blocks: int) -> int:
     """That so many blocks have: for the tokens of a step, and for what requests see, which run or are to come back; for
-    as many as may run, if that takes half of the bytes at most. With a slot for each block, none ever lacks.
+    as many as may run, if that takes half of the bytes at most. With a slot for each block, none ever lacks. The same
+    on all ranks.
     """
-    size, (block_bytes, slot_bytes) = config.block_size, _bytes_of(model, config)
-    own = model.layout(size).window_blocks + 3  # of a request: the block before, the one that it fills, and a copy
-    running = min(config.max_num_seqs * own, num_blocks * block_bytes // slot_bytes)
+    size, layout = config.block_size, model.layout(config.block_size)
+    own = layout.window_blocks + 3  # of a request: the block before, the one that it fills, and a copy
+    running = min(config.max_num_seqs * own, num_blocks * layout.block_bytes // layout.state_bytes)
     in_step = -(-config.max_num_batched_tokens // size)
     return min(num_blocks, in_step + max(own, running, num_blocks * size * own // WINDOW_TOKENS))
 
 
 def _pool_bytes(model: PositionFreeModel, config: SchedulerConfig, num_blocks: int) -> int:
-    """Of so many blocks with their window slots."""
-    block_bytes, slot_bytes = _bytes_of(model, config)
-    num_slots = _num_window_slots(model, config, num_blocks) + 1 if slot_bytes else 0
-    return num_blocks * block_bytes + num_slots * slot_bytes
+    """Of so many blocks with their window slots, on this rank."""
+    full, windowed = model.spec.hbm_bytes_per_token
+    num_slots = _num_window_slots(model, config, num_blocks) + 1 if windowed else 0
+    return config.block_size * (num_blocks * full + num_slots * windowed)
 
 
 def block_bytes_in_hbm(model: PositionFreeModel, config: SchedulerConfig, num_blocks: int) -> int:
     """Of one block of so many, with its share of the window slots, on all ranks."""
     if not model.spec.windows:
         return config.block_size * model.spec.kv_bytes_per_token
-    return _pool_bytes(model, config, num_blocks) // num_blocks
+    layout, num_slots = model.layout(config.block_size), _num_window_slots(model, config, num_blocks) + 1
+    return layout.block_bytes + num_slots * layout.state_bytes // num_blocks
 
 
 def _auto_bytes(

@@ -25,7 +25,7 @@ from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.cpu.attention import DecodeStep, decode_step
 from kvstore.kernels.kv import rotate_and_write
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from kvstore.memory.layout import KVLayout, LayerShape
+from kvstore.memory.layout import KVLayout, LayerShape, OwnPart
 from kvstore.rope.rotary import Rotation
 
 ATTENTION = "kvstore_paged"
@@ -122,6 +122,11 @@ class RotaryTap:
         shape = (*position_ids.shape, cos.shape[-1])
         return cos.new_ones(shape), cos.new_zeros(shape)  # views of one number would make the model's rotation slow
 
+    @property
+    def sources(self) -> list[SourceKey]:
+        """The keys of all tables, in an order that is the same in all processes: models call it in a set's."""
+        return sorted(self.tables, key=repr)
+
     def _table(
         self, x: Tensor, position_ids: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Tensor, Tensor]:
@@ -156,16 +161,19 @@ class ModelSpec:
     @property
     def numbers(self) -> list[int | None]:
         """For each layer of this rank its number among those whose KV is stored for all tokens; None if it is not."""
-        return _numbers(self.windows or (None,) * len(self.layers))
+        return _numbers(self.windows[self.layers.start : self.layers.stop] or (None,) * len(self.layers))
 
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(sum(shape.widths) for shape in self.shapes) * self.dtype.itemsize
 
     @property
-    def hbm_bytes_per_token(self) -> int:
-        """The bytes of a token in this rank's pool."""
-        return self.kv_bytes_per_token * len(self.layers) // len(self.shapes) // self.num_parts
+    def hbm_bytes_per_token(self) -> tuple[int, int]:
+        """The bytes of a token in this rank's pool: in a block, and in a window slot."""
+        sizes = [sum(shape.widths) * self.dtype.itemsize // self.num_parts for shape in self.shapes]
+        own = zip(self.numbers, sizes[self.layers.start : self.layers.stop], strict=True)
+        of_layers = [(0, size) if number is None else (size, 0) for number, size in own]
+        return sum(full for full, _ in of_layers), sum(windowed for _, windowed in of_layers)
 
 
 @lru_cache(maxsize=4)  # asked for in every step
@@ -273,21 +281,26 @@ class PositionFreeModel:
     def layout(self, block_size: int) -> KVLayout:
         """The layout of its stored KV, and which layers and heads this rank has."""
         spec, group = self.spec, self.network.kvstore_carrier.group
-        num_kv_heads = spec.shapes[0].num_kv_heads  # that ranks share: then all layers have one shape
-        heads = None if group is None else part_of(num_kv_heads, group.rank, group.size, "KV heads")
-        layers = None if spec.own_layers is None else slice(spec.own_layers.start, spec.own_layers.stop)
-        own = block_size, spec.dtype, self.rotations, heads, layers
         if spec.state is not None:
-            return KVLayout(spec.shapes, *own, spec.state.stored.num_bytes)
-        if not spec.windows:
-            return KVLayout(spec.shapes, *own)
-        is_full = [window is None for window in spec.windows]
+            stored_bytes = spec.state.stored.num_bytes
+            return KVLayout(spec.shapes, block_size, spec.dtype, self.rotations, state_bytes=stored_bytes)
+        is_full = [window is None for window in spec.windows or (None,) * len(spec.shapes)]
         full, windowed = (
             KVLayout(
                 tuple(compress(spec.shapes, which)), block_size, spec.dtype, tuple(compress(self.rotations, which))
             )
             for which in (is_full, [not one for one in is_full])
         )
+        if group is not None or spec.own_layers is not None:
+            num_kv_heads = spec.shapes[0].num_kv_heads  # that ranks share: then all layers have one shape
+            heads = slice(0, num_kv_heads)
+            if group is not None:
+                heads = part_of(num_kv_heads, group.rank, group.size, "KV heads")
+            first, last = (sum(is_full[:layer]) for layer in (spec.layers.start, spec.layers.stop))
+            windows = spec.layers.start - first, spec.layers.stop - last
+            full = replace(full, own=OwnPart((first, last), (heads.start, heads.stop), windows))
+        if not spec.windows:
+            return full
         seen = max(window for window in spec.windows if window is not None) - 1  # before the next token
         return replace(full, state_bytes=windowed.block_bytes, window_blocks=-(-seen // block_size), windowed=windowed)
 

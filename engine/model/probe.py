@@ -178,7 +178,9 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int,
     if part.group is not None or part.pipe is not None:
         _check_alike(shapes, part.pipe)
         shapes = shapes[:1] * (len(shapes) if part.pipe is None else num_layers)
-    windows = () if num_parts > 1 or part.pipe is not None else _windows_of(recorder, max_model_len)
+    windows = _windows_of(recorder, max_model_len)
+    if part.pipe is not None:
+        windows = _windows_of_all(windows, layers, num_layers, part, part.pipe)
     return ModelSpec(tuple(shapes), dtype, vocab_size, max_model_len, num_parts, own, None, windows)
 
 
@@ -191,6 +193,17 @@ def _windows_of(recorder: Recorder, max_model_len: int) -> tuple[int | None, ...
         windows[owner] = None if wide else max(own, seen)  # type: ignore[type-var]
     found = tuple(windows[owner] for owner in sorted(windows))
     return found if None in found and any(found) else ()
+
+
+def _windows_of_all(
+    own: tuple[int | None, ...], layers: range, num_layers: int, part: Part, pipe: Group
+) -> tuple[int | None, ...]:
+    """The windows of the layers of all stages. own: what `_windows_of` finds in this one; empty if it is in any."""
+    if not part.least(len(own)):
+        return ()
+    found = torch.zeros(num_layers, dtype=torch.int64)
+    found[layers.start : layers.stop] = torch.tensor([window or 0 for window in own])
+    return tuple(window or None for window in pipe.sum(found).tolist())
 
 
 def _shape_of(key: Tensor, value: Tensor, num_parts: int) -> LayerShape:
@@ -236,7 +249,7 @@ def _observe_rotations(
     found = torch.zeros(network.config.get_text_config().num_hidden_layers, 5, dtype=torch.int64)
     positions = torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
     for number, tap in enumerate(taps, start=1):
-        for index, source in enumerate(list(tap.tables)):
+        for index, source in enumerate(tap.sources):
             tap.revealed = source
             shown = _record(network, token_ids, positions)
             tap.revealed = None
@@ -264,7 +277,8 @@ def _rotations_of(found: Tensor, taps: list[RotaryTap]) -> list[Rotation | None]
     for kind in map(tuple, found.tolist()):
         number, source, layout, style, upcast = kind
         if kind not in made and number:
-            cos, sin = list(taps[number - 1].tables.values())[source]
+            tap = taps[number - 1]
+            cos, sin = tap.tables[tap.sources[source]]
             own_layout = list(TableLayout)[layout]
             made[kind] = Rotation(
                 own_layout.pick(cos), own_layout.pick(sin), list(Style)[style], bool(upcast), own_layout

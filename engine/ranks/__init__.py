@@ -10,10 +10,10 @@ The first rank is the process that has the scheduler and the store. Knows no req
 Decisions:
 
 Only the first rank has the control plane. Each step, the others get one message through a socket pair with what a
-forward needs: token ids, positions, slots, the block table, and the arena blocks to load and save. They have no batch,
-no sampler and no lock of the store, and they decide nothing. All ranks map one arena, where each block is one record
-with all heads and layers. So only the first rank deals with the disk, splices and deletion, and a store does not know
-how many ranks have written it.
+forward needs: token ids, positions, slots, the block table, the window slots of its blocks, and the arena blocks to
+load and save. They have no batch, no sampler and no lock of the store, and they decide nothing. All ranks map one
+arena, where each block is one record with all heads and layers. So only the first rank deals with the disk, splices and
+deletion, and a store does not know how many ranks have written it.
 
 On CUDA each rank pins that arena for its own device, and moves its part in queues of it. It tells the first rank of a
 step's loads and saves when their events are reached, in the thread that waits for these; the next step waits for no

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from kvstore.connector import NullConnector
@@ -19,7 +20,7 @@ from kvstore.engine.model.interception import LayerConnector
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.parallel.group import part_of_process
 from kvstore.engine.model.probe import intercept
-from kvstore.engine.model.step.runner import copy_blocks, overwrite_blocks
+from kvstore.engine.model.step.runner import HBMCaches
 from kvstore.engine.model.step.tensors import step_tensors
 from kvstore.engine.process import Channel, Failed, Heart, Start, encode
 from kvstore.engine.ranks.wire import (
@@ -32,10 +33,10 @@ from kvstore.engine.ranks.wire import (
     RankLoaded,
     RankReady,
     RankStep,
+    SaveStates,
     ToRank,
     decode_to_rank,
 )
-from kvstore.memory.layout import OwnPart
 from kvstore.memory.ranked import DataPlane, FarTransfer, rank_transfer
 
 
@@ -80,9 +81,11 @@ class Follower:
         self._block_size = config.block_size
         limits = config.scheduler(loaded.max_model_len)
         has_store = bool(config.tiers.cpu or config.tiers.disk)
-        num_blocks, _ = num_hbm_blocks(self._model, limits, config.tiers.hbm, False, has_store, config.num_processes)
-        num_blocks = part.least(num_blocks)
-        self._caches = self._model.new_caches(num_blocks, config.block_size)
+        num_blocks, num_slots = num_hbm_blocks(
+            self._model, limits, config.tiers.hbm, False, has_store, config.num_processes
+        )
+        self._hbm = HBMCaches(self._model, num_blocks, config.block_size, num_slots)
+        self._window_of = np.zeros(num_blocks, np.int32) if num_slots else None  # of the blocks of the last steps
         self._transfer: DataPlane | FarTransfer | None = None
         self._moves: Moves | None = None  # of the last step
         opened = self._next()
@@ -95,12 +98,12 @@ class Follower:
                 self._transfer = FarTransfer(layout)
             else:
                 self._transfer = rank_transfer(layout, start.arena, loaded.device, self._tell_or_end)
-            self._transfer.register(self._caches)
+            self._transfer.register(self._hbm.of(windowed=False), self._hbm.windows)
         self._connector: LayerConnector = self._transfer or NullConnector()
-        own = OwnPart.of(layout)
-        channel.send_all(encode(RankReady(own.layers, own.heads)))
+        assert layout.own is not None
+        channel.send_all(encode(RankReady(layout.own)))
         if loaded.device.type == "cuda":  # the first rank does the same now
-            run_all_forms(self._model, self._caches, limits)
+            run_all_forms(self._model, self._hbm.layers, limits)
 
     def _next(self) -> ToRank | None:
         """Wait for a message of the first rank; None when it has closed the channel."""
@@ -121,22 +124,26 @@ class Follower:
         elif isinstance(message, EndForward):
             self._end(message.num_samples)
         elif isinstance(message, Overwrite):
-            overwrite_blocks(self._caches, message.blocks, self._model.device)
+            self._hbm.overwrite(message.blocks, message.slots)
+        elif isinstance(message, SaveStates):
+            self._save_states(message.moves)
         self.has_left = self.has_left or isinstance(message, Leave)
         return message is not None and not self.has_left
 
     @torch.inference_mode()
     def _compute(self, step: RankStep) -> None:
         inputs, table = step.inputs()
-        if step.copies:
-            copy_blocks(self._caches, step.copies, self._model.device)
+        self._hbm.copy(*step.copies)
+        if self._window_of is not None:
+            self._window_of[table] = np.frombuffer(step.windows, np.int32).reshape(table.shape)
         self._moves = step.moves
         if step.moves is not None:
             self._begin(step.moves)
-        tensors = step_tensors(inputs, table, self._block_size, self._model.device)
+        tensors = step_tensors(inputs, table, self._block_size, self._model.device, self._window_of)
         self._model.begin(
-            tensors.token_ids, tensors.positions, tensors.batch, self._caches, self._connector, tensors.sample_tokens
-        )
+            tensors.token_ids, tensors.positions, tensors.batch, self._hbm.layers, self._connector,
+            tensors.sample_tokens,
+        )  # fmt: skip
         if self._transfer is not None:
             self._transfer.end()
             self._tell()
@@ -147,7 +154,7 @@ class Follower:
             for done in () if self._transfer is None else self._transfer.completed():
                 moved = Moved(done.ticket, done.is_load, done.succeeded)
                 if isinstance(self._transfer, FarTransfer) and self._moves is not None and not done.is_load:
-                    moved.saves, moved.data = self._moves.saves, self._transfer.saved()
+                    moved.saved, self._moves.data = self._moves, self._transfer.saved()
                 self._channel.send_all(encode(moved))
 
     def _tell_or_end(self) -> None:
@@ -165,6 +172,15 @@ class Follower:
     @torch.inference_mode()
     def _end(self, num_samples: int) -> None:
         self._model.end(num_samples)
+
+    def _save_states(self, moves: Moves) -> None:
+        assert self._transfer is not None
+        if isinstance(self._transfer, FarTransfer):
+            moves.data = self._transfer.saved_states(moves.plan())
+            self._channel.send_all(encode(Moved(moves.ticket, is_load=False, succeeded=True, saved=moves)))
+        else:
+            self._transfer.save_states(moves.plan())
+            self._tell()
 
     def _begin(self, moves: Moves) -> None:
         assert self._transfer is not None

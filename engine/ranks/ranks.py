@@ -20,8 +20,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
-from kvstore.engine.core.input_batch import StepInputs
+from kvstore.blocks.records import TransferPlan, Transferred
+from kvstore.engine.core.input_batch import Copies, StepInputs
 from kvstore.engine.process import SHOW_S, SLOW_FACTOR, Child, Failed, Start, encode
 from kvstore.engine.ranks.wire import (
     EndForward,
@@ -33,6 +33,7 @@ from kvstore.engine.ranks.wire import (
     Overwrite,
     RankLoaded,
     RankReady,
+    SaveStates,
     decode_from_rank,
     moves_of,
     step_of,
@@ -214,15 +215,15 @@ def _proving(connection: socket.socket) -> Iterator[Connection]:
 class Blocks(Protocol):
     """Blocks of the store, for ranks without a share of its memory: see `kvstore.memory.ranked.FarBlocks`."""
 
-    def loaded(self, part: OwnPart, loads: Sequence[Load]) -> bytes: ...
+    def loaded(self, part: OwnPart, plan: TransferPlan) -> bytes: ...
 
-    def put(self, part: OwnPart, saves: Sequence[Save], data: bytes) -> None: ...
+    def put(self, part: OwnPart, plan: TransferPlan, data: bytes) -> None: ...
 
 
 class OtherRank:
     """Another rank, as the first one sees it. Any thread may use it.
 
-    part: its layers and heads, once it is ready. error: why it could not go on, if it has told.
+    part: its part of blocks, once it is ready. error: why it could not go on, if it has told.
     """
 
     def __init__(self, child: Child) -> None:
@@ -295,8 +296,7 @@ class Ranks:
         """Tell them that the arena has its size, and wait until all are ready for steps. Raises as `wait_loaded`."""
         self._tell(encode(OpenArena()))
         for other in self.others:
-            ready = other.wait_for(RankReady)
-            other.part = OwnPart(ready.layers, ready.heads)
+            other.part = other.wait_for(RankReady).part
         for other in self.others:
             other.child.is_loading = False
 
@@ -335,16 +335,19 @@ class Ranks:
             raise EngineDiedError(loss)
 
     # -- steps -------------------------------------------------------------------------------------------------------
-    def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
+    def begin_step(
+        self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
+    ) -> None:
         self.check()
         plan, self._plan = self._plan, None
-        step = step_of(inputs, block_table, self._block_size, copies, None if plan is None else plan[1])
+        moves = None if plan is None else plan[1]
+        step = step_of(inputs, block_table, window_of, self._block_size, copies, moves)
         if plan is None or self.arena_descriptor is not None:
             self._tell(encode(step))
             return
         assert self._blocks is not None and step.moves is not None
         for other in self.others:
-            step.moves.data = self._blocks.loaded(other.part, plan[0].loads)
+            step.moves.data = self._blocks.loaded(other.part, plan[0])
             other.child.send(encode(step), waits=True)
 
     def end_forward(self, num_samples: int) -> None:
@@ -352,8 +355,8 @@ class Ranks:
         for other in self.others[: self._num_partners]:
             other.child.send(message, waits=True)
 
-    def overwrite(self, blocks: Sequence[int]) -> None:
-        self._tell(encode(Overwrite(list(blocks))))
+    def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._tell(encode(Overwrite(list(blocks), list(slots))))
 
     def kill(self) -> None:
         for other in self.others:
@@ -374,14 +377,16 @@ class Ranks:
         plan, self._plan = self._plan, None
         return plan is None
 
+    def save_states(self, plan: TransferPlan) -> None:
+        self._tell(encode(SaveStates(moves_of(plan, ()))))
+
     def transferred(self) -> list[Transferred]:
         found: list[Transferred] = []
         for other in self.others:
             for message in other.receive():
                 if isinstance(message, Moved):
-                    if message.saves and self._blocks is not None and self.loss is None:  # after it they may be others'
-                        saves = [Save(*save) for save in message.saves]
-                        self._blocks.put(other.part, saves, message.data)
+                    if (saved := message.saved) is not None and self._blocks is not None and self.loss is None:
+                        self._blocks.put(other.part, saved.plan(), saved.data)  # after a loss they may be others'
                     found.append(Transferred(message.ticket, message.is_load, message.succeeded))
         return found
 

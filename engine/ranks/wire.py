@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvstore.blocks.records import Load, Save, TransferPlan
-from kvstore.engine.core.input_batch import StepInputs
+from kvstore.blocks.records import Load, Save, StatePiece, TransferPlan
+from kvstore.engine.core.input_batch import Copies, StepInputs
 from kvstore.engine.process import Failed, as_error
+from kvstore.memory.layout import OwnPart
 
 
 # -- to the first rank -------------------------------------------------------------------------------------------------
@@ -18,20 +19,18 @@ class RankLoaded(msgspec.Struct, tag=True, array_like=True):
 
 
 class RankReady(msgspec.Struct, tag=True, array_like=True):
-    """The rank is ready for steps. It has these layers and KV heads, [start, stop)."""
+    """The rank is ready for steps. It has this part of blocks."""
 
-    layers: tuple[int, int]
-    heads: tuple[int, int]
+    part: OwnPart
 
 
 class Moved(msgspec.Struct, tag=True, array_like=True):
-    """The loads or saves of a step have ended for the rank's heads."""
+    """The loads or saves of a step, or the saves of states, have ended for the rank's heads and layers."""
 
     ticket: int
     is_load: bool
     succeeded: bool
-    saves: list[tuple[int, int, int, int, int]] = []  # of a rank without a share of the arena: the fields of `Save`
-    data: bytes = b""  # and what it has saved
+    saved: Moves | None = None  # of a rank without a share of the arena; `data` is what it has saved
 
 
 # -- from the first rank -----------------------------------------------------------------------------------------------
@@ -45,12 +44,14 @@ class Moves(msgspec.Struct, array_like=True):
     ticket: int
     loads: list[tuple[int, int, int]]  # block number, arena block, position
     saves: list[tuple[int, int, int, int, int]]  # the fields of `Save`
+    states: list[tuple[int, int, int]]  # the fields of `StatePiece`
     row_starts: list[int]  # first token of each scheduled request
-    data: bytes = b""  # the blocks of the loads, for a rank without a share of the arena
+    data: bytes = b""  # what is loaded, for a rank without a share of the arena
 
     def plan(self) -> TransferPlan:
         loads = tuple(Load(number, arena_block, position, b"") for number, arena_block, position in self.loads)
-        return TransferPlan(loads, tuple(Save(*save) for save in self.saves), self.ticket)
+        saves, states = (Save(*save) for save in self.saves), (StatePiece(*piece) for piece in self.states)
+        return TransferPlan(loads, tuple(saves), self.ticket, tuple(states))
 
 
 class RankStep(msgspec.Struct, tag=True, array_like=True):
@@ -60,7 +61,8 @@ class RankStep(msgspec.Struct, tag=True, array_like=True):
     num_requests: int
     numbers: bytes  # int64: token ids, positions, slots, query start, context lengths and sample tokens in a row
     table: bytes  # int32: the block table of the step's requests
-    copies: list[tuple[int, int]]  # HBM blocks to copy before anything else: source, destination
+    windows: bytes  # int32: the window slots of these blocks; empty if no layer has a window
+    copies: tuple[list[tuple[int, int]], list[tuple[int, int]]]  # first of all: of HBM blocks, and of window slots
     moves: Moves | None
 
     def inputs(self) -> tuple[StepInputs, np.ndarray]:
@@ -85,20 +87,29 @@ class Leave(msgspec.Struct, tag=True, array_like=True):
 
 
 class Overwrite(msgspec.Struct, tag=True, array_like=True):
-    """Overwrite these HBM blocks with zeros."""
+    """Overwrite these HBM blocks and window slots with zeros."""
 
     blocks: list[int]
+    slots: list[int]
+
+
+class SaveStates(msgspec.Struct, tag=True, array_like=True):
+    """Save states, as they are behind the steps before this message."""
+
+    moves: Moves
 
 
 def moves_of(plan: TransferPlan, row_starts: Sequence[int]) -> Moves:
     loads = [(load.block_number, load.arena_block, load.position) for load in plan.loads]
     saves = [(save.scheduled, save.first, save.num_tokens, save.arena_block, save.offset) for save in plan.saves]
-    return Moves(plan.ticket, loads, saves, list(row_starts))
+    states = [(piece.row, piece.index, piece.arena_block) for piece in plan.states]
+    return Moves(plan.ticket, loads, saves, states, list(row_starts))
 
 
 def step_of(
-    inputs: StepInputs, block_table: np.ndarray, block_size: int, copies: Sequence[tuple[int, int]], moves: Moves | None
-) -> RankStep:
+    inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, block_size: int,
+    copies: tuple[Copies, Copies], moves: Moves | None,
+) -> RankStep:  # fmt: skip
     """The message for a step. block_table: of all rows of the batch."""
     arrays = (
         inputs.token_ids, inputs.positions, inputs.slots, inputs.query_start, inputs.context_lens, inputs.sample_tokens
@@ -106,10 +117,12 @@ def step_of(
     width = -(-int(inputs.context_lens.max()) // block_size)
     table = block_table[inputs.rows, :width]
     numbers = np.concatenate(arrays).tobytes()
-    return RankStep(len(inputs.token_ids), len(inputs.rows), numbers, table.tobytes(), list(copies), moves)
+    windows = b"" if window_of is None else window_of[table].tobytes()
+    blocks, slots = map(list, copies)
+    return RankStep(len(inputs.token_ids), len(inputs.rows), numbers, table.tobytes(), windows, (blocks, slots), moves)
 
 
-ToRank = OpenArena | RankStep | EndForward | Overwrite | Leave
+ToRank = OpenArena | RankStep | EndForward | Overwrite | SaveStates | Leave
 FromRank = RankLoaded | RankReady | Failed | Moved
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=as_error).decode

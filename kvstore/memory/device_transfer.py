@@ -1,6 +1,7 @@
 """Moves KV between HBM and the arena in queues of a device, as `transfer` does on a CPU.
 
-Nothing here waits for the device, except `end` after a failure. Only events keep the order:
+Nothing here waits for the device, except `end` after a failure, and torch where a rank copies its heads of states: they
+lie apart in the arena. Only events keep the order:
 
 - A load begins after all computation of earlier steps, which may still read the HBM blocks or copy them. One event is
   enough for this, even for layers that are launched during the step's own computation. The engine reads its samples

@@ -27,11 +27,22 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What a rank has of each block: layers and KV heads; and of each state of layers with a window, of which it has
+    these. [start, stop) each. All layers have one shape.
+    """
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    windows: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of a model's KV as it is stored: a block is one layer after the other, in each the keys of all tokens, then
     their values. rotations: per layer the full table, None where keys are not rotated.
 
-    own_heads, own_layers: the heads and layers that this process moves, None for all. Blocks have all of them.
+    own: what this process moves, None for all. Blocks have all heads and layers.
     state_bytes: of what is kept behind a block beside its KV, 0 for nothing; it is stored in blocks of the same size.
     window_blocks: behind so many blocks before it a border needs that; 0: it needs one. windowed: of layers with a
     window, whose KV of one block, with rotated keys, is then such a state.
@@ -41,8 +52,7 @@ class KVLayout:
     block_size: int
     dtype: torch.dtype
     rotations: tuple[Rotation | None, ...]
-    own_heads: slice | None = None
-    own_layers: slice | None = None
+    own: OwnPart | None = None
     state_bytes: int = 0
     window_blocks: int = 0
     windowed: KVLayout | None = None
@@ -59,7 +69,7 @@ class KVLayout:
 
     @property
     def own_rotations(self) -> tuple[Rotation | None, ...]:
-        return self.rotations if self.own_layers is None else self.rotations[self.own_layers]
+        return self.rotations if self.own is None else self.rotations[slice(*self.own.layers)]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -90,17 +100,3 @@ class States(Protocol):
     def unpack(self, rows: Sequence[int], packed: torch.Tensor, /) -> None:
         """Take in states as they are stored."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class OwnPart:
-    """What of each block a rank has: layers and KV heads, [start, stop). All layers have one shape."""
-
-    layers: tuple[int, int]
-    heads: tuple[int, int]
-
-    @classmethod
-    def of(cls, layout: KVLayout) -> OwnPart:
-        layers = layout.own_layers or slice(0, len(layout.shapes))
-        heads = layout.own_heads or slice(0, layout.shapes[0].num_kv_heads)
-        return cls((layers.start, layers.stop), (heads.start, heads.stop))

@@ -1,8 +1,9 @@
 """One arena for several ranks, each of which moves its heads of every block: the first rank's side, which keeps count,
 and that of a rank without a store, which moves its own heads to and from that arena, or as bytes.
 
-A block is one record with all heads, so it does not say how many ranks have written it. A step's loads or saves have
-ended when they have on all ranks, and failed when they have on one. Knows no process: see `OtherRanks`.
+A block is one record with all heads, so it does not say how many ranks have written it; nor does a state of layers with
+a window. A step's loads or saves have ended when they have on all ranks, and failed when they have on one. Knows no
+process: see `OtherRanks`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
+from kvstore.blocks.records import Save, SaveFence, TransferPlan, Transferred
 from kvstore.memory.device_transfer import DeviceTransfer
-from kvstore.memory.layout import KVLayout, OwnPart
+from kvstore.memory.layout import KVLayout, OwnPart, States
 from kvstore.memory.streams import CudaStreams
-from kvstore.memory.transfer import Arena, Transfer
+from kvstore.memory.transfer import Arena, Transfer, rows_of
 
 WAIT_S = 0.01  # between two checks for lost ranks
 LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
@@ -32,19 +33,25 @@ class FarBlocks:
 
     arena: Arena
 
-    def loaded(self, part: OwnPart, loads: Sequence[Load]) -> bytes:
-        """This part of the blocks that a step loads, one after the other."""
-        own_part = self._part(part)
-        return bytes_of(own_part[load.arena_block] for load in loads)
+    def loaded(self, part: OwnPart, plan: TransferPlan) -> bytes:
+        """This part of the blocks that a step loads, one after the other, and then of the states."""
+        own_part, (first, last) = self._part(part), part.windows
+        state_bytes = 2 * (last - first) * own_part[0, 0].nbytes
+        packed = torch.empty(len(rows_of(plan.states)), state_bytes, dtype=torch.uint8)
+        self.arena.read_states(packed, plan.states, part)
+        return bytes_of([*(own_part[load.arena_block] for load in plan.loads), packed])
 
-    def put(self, part: OwnPart, saves: Sequence[Save], data: bytes) -> None:
-        """Write what a rank has saved, in the order of `saves`, into its part of their blocks."""
+    def put(self, part: OwnPart, plan: TransferPlan, data: bytes) -> None:
+        """Write what a rank has saved into its part of the blocks of the plan's saves, in their order, or of states."""
         own_part = self._part(part)
         values = torch.frombuffer(bytearray(data), dtype=self.arena.layout.dtype)
-        for save in saves:
+        for save in plan.saves:
             place = own_part[save.arena_block, :, save.offset : save.offset + save.num_tokens]
             own, values = values[: place.numel()], values[place.numel() :]
             place.copy_(own.view(place.shape))
+        if len(values):
+            packed = values.view(torch.uint8).view(len(rows_of(plan.states)), -1)
+            self.arena.write_states(packed, plan.states, part)
 
     def _part(self, part: OwnPart) -> torch.Tensor:
         """This part of all blocks: [num_arena_blocks, 2 * num_layers, block_size, num_heads, head_dim]."""
@@ -83,6 +90,10 @@ class OtherRanks(Protocol):
         """Send them this plan with the step's arrays."""
         ...
 
+    def save_states(self, plan: TransferPlan) -> None:
+        """Send them this plan behind the steps that they have got."""
+        ...
+
     def end_transfers(self) -> bool:
         """The step has ended here. Returns False if they never got it."""
         ...
@@ -118,8 +129,7 @@ class RankedTransfer:
 
     def __post_init__(self) -> None:
         self.load_seconds = self.own.load_seconds
-        self.register, self.save_states = self.own.register, self.own.save_states
-        self.wait_for_layer_load = self.own.wait_for_layer_load
+        self.register, self.wait_for_layer_load = self.own.register, self.own.wait_for_layer_load
         self.save_kv_layer = self.own.save_kv_layer
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
@@ -130,6 +140,13 @@ class RankedTransfer:
                     self._open[plan.ticket, is_load] = _Told(self.others.num_others)
         self.others.begin_transfers(plan, row_starts)
         self._ticket, self._has_loads = plan.ticket, bool(plan.loads)
+
+    def save_states(self, plan: TransferPlan) -> None:
+        """Save the plan's states, each rank its part. Called between two steps."""
+        with self._lock:
+            self._open[plan.ticket, False] = _Told(self.others.num_others)
+        self.own.save_states(plan)
+        self.others.save_states(plan)
 
     def end(self, succeeded: bool = True) -> SaveFence | None:
         """End the step as for this rank's heads. If it has loads, those of all ranks have ended on return."""
@@ -202,13 +219,19 @@ class FarTransfer:
     """Moves KV of a rank that has no share of the arena: it has memory of its own, for the blocks of one step."""
 
     def __init__(self, layout: KVLayout) -> None:
-        part = OwnPart.of(layout)
-        shapes = (replace(layout.shapes[0], num_kv_heads=part.heads[1] - part.heads[0]),) * len(layout.own_rotations)
+        assert layout.own is not None
+        first, last = layout.own.heads
+        shapes = (replace(layout.shapes[0], num_kv_heads=last - first),) * len(layout.own_rotations)
         self._layout = KVLayout(shapes, layout.block_size, layout.dtype, layout.own_rotations)
         self._own = own = Transfer(Arena(self._layout, LEAST_ARENA_BLOCKS, pin=False))
         self._saves: Sequence[Save] = ()
-        self.register, self.end, self.completed = own.register, own.end, own.completed
+        self._states: States | None = None
+        self.end, self.completed = own.end, own.completed
         self.wait_for_layer_load, self.save_kv_layer = own.wait_for_layer_load, own.save_kv_layer
+
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], states: States | None = None) -> None:
+        self._own.register(caches)
+        self._states = states
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int], loaded: bytes) -> None:
         """loaded: see `FarBlocks.loaded`."""
@@ -219,7 +242,10 @@ class FarTransfer:
         if num_loads:
             arena.reach(num_loads - 1)
             values = torch.frombuffer(bytearray(loaded), dtype=self._layout.dtype)
-            arena.tensor[:num_loads] = values.view(num_loads, -1)
+            blocks, packed = values.tensor_split([num_loads * self._layout.block_numbers])
+            arena.tensor[:num_loads] = blocks.view(num_loads, -1)
+            if self._states is not None and (rows := rows_of(plan.states)):
+                self._states.unpack(rows, packed.view(torch.uint8).view(len(rows), -1))
         loads = tuple(replace(load, arena_block=index) for index, load in enumerate(plan.loads))
         self._saves = tuple(replace(save, arena_block=index) for index, save in enumerate(plan.saves, num_loads))
         self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
@@ -228,3 +254,8 @@ class FarTransfer:
         """What the last step has saved; see `FarBlocks.put`."""
         [run] = self._own.arena.runs  # all layers have one shape
         return bytes_of(run[s.arena_block, :, s.offset : s.offset + s.num_tokens] for s in self._saves)
+
+    def saved_states(self, plan: TransferPlan) -> bytes:
+        """The plan's states as they are now."""
+        assert self._states is not None
+        return bytes_of([self._states.packed(rows_of(plan.states))])

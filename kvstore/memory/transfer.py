@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,7 +26,7 @@ from kvstore.config import format_size
 from kvstore.errors import ConfigError
 from kvstore.kernels.cpu.threads import FirstTouch
 from kvstore.kernels.kv import BlockLoad, save_layers
-from kvstore.memory.layout import KVLayout, States
+from kvstore.memory.layout import KVLayout, OwnPart, States
 from kvstore.stats import Histogram
 
 # Portable: pinned for every CUDA context of the process. Mapped: kernels read and write it over the bus. Where the
@@ -108,17 +108,25 @@ class Arena:
         """Load states, each from all of its pieces, in the current stream."""
         for rows, some in self._grouped(pieces):
             packed = states.blank(len(rows))
-            for part, memory in self._parts(packed, rows, some):
-                part.copy_(memory[: len(part)], non_blocking=True)
+            self.read_states(packed, some, self.layout.own)
             states.unpack(rows, packed)
 
     def save_states(self, pieces: Sequence[StatePiece], states: States) -> None:
-        """The other way round. Nothing of what was there before is left."""
+        """The other way round."""
         for rows, some in self._grouped(pieces):
-            for part, memory in self._parts(states.packed(rows), rows, some):
-                memory[: len(part)].copy_(part, non_blocking=True)
-                if len(part) < len(memory):
-                    memory[len(part) :].zero_()
+            self.write_states(states.packed(rows), some, self.layout.own)
+
+    def read_states(self, packed: torch.Tensor, pieces: Sequence[StatePiece], own: OwnPart | None) -> None:
+        """Read packed states from their pieces, in the order of these. own: what they have of each, None for all."""
+        for part, memory in self._parts(packed, pieces, own):
+            part.copy_(memory[: len(part)], non_blocking=True)
+
+    def write_states(self, packed: torch.Tensor, pieces: Sequence[StatePiece], own: OwnPart | None) -> None:
+        """The other way round. Nothing of what was there before is left."""
+        for part, memory in self._parts(packed, pieces, own):
+            memory[: len(part)].copy_(part, non_blocking=True)
+            if len(part) < len(memory):
+                memory[len(part) :].zero_()
 
     def _grouped(self, pieces: Sequence[StatePiece]) -> Iterator[tuple[list[int], list[StatePiece]]]:
         """Rows that are moved together, and their pieces."""
@@ -131,13 +139,27 @@ class Arena:
             yield some, [piece for row in some for piece in of_row[row]]
 
     def _parts(
-        self, packed: torch.Tensor, rows: Sequence[int], pieces: Iterable[StatePiece]
+        self, packed: torch.Tensor, pieces: Sequence[StatePiece], own: OwnPart | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each piece's part of packed states, and its arena block, both uint8. A state's last part may be shorter."""
-        size, place = self.layout.block_bytes, {row: number for number, row in enumerate(rows)}
+        """Each piece's part of packed states, and its place in the arena, uint8, [num_tokens, num_heads, num_bytes] for
+        ranks. A state's last part may be shorter.
+        """
+        layout, heads, each, own_range = self.layout, slice(None), (1, 1), (0, self.layout.state_bytes)
+        if own is not None:
+            shape, tokens = layout.shapes[0], 2 * layout.block_size  # keys and values of a layer
+            heads, each = slice(*own.heads), (shape.num_kv_heads, shape.key_dim * layout.dtype.itemsize)
+            own_range = own.windows[0] * tokens, own.windows[1] * tokens
+        start, stop = own_range
+        memory = self.rows.view(self.num_arena_blocks, -1, *each)[:, :, heads]
+        packed = packed.view(len(packed), stop - start, *memory.shape[2:])
+        size, is_last = memory.shape[1], stop * math.prod(each) == layout.state_bytes
+        place = {row: number for number, row in enumerate(rows_of(pieces))}
         for piece in pieces:
-            part = packed[place[piece.row], piece.index * size : (piece.index + 1) * size]
-            yield part, self.rows[piece.arena_block]
+            first = piece.index * size
+            low, high = max(first, start), min(first + size, stop)
+            if low < high:
+                part = packed[place[piece.row], low - start : high - start]
+                yield part, memory[piece.arena_block, low - first : size if is_last else high - first]
 
     def splice(self, pieces: Sequence[tuple[int, int, int, int, int]], states: Sequence[SplicedState] = ()) -> None:
         """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens); and make
@@ -172,6 +194,11 @@ class Arena:
             self._unpin()
 
 
+def rows_of(pieces: Sequence[StatePiece]) -> list[int]:
+    """The rows of their states."""
+    return list(dict.fromkeys(piece.row for piece in pieces))
+
+
 def _runs(tensor: torch.Tensor, layout: KVLayout) -> Iterator[torch.Tensor]:
     start = 0
     for width, parts in groupby(layout.widths):
@@ -183,12 +210,12 @@ def _runs(tensor: torch.Tensor, layout: KVLayout) -> Iterator[torch.Tensor]:
 
 def _layers(runs: Sequence[torch.Tensor], layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
     parts = [part for run in runs for part in run.unbind(1)]
-    heads = layout.own_heads or slice(None)
+    own, heads = layout.own, slice(None) if layout.own is None else slice(*layout.own.heads)
     found = []
     for shape, *pair in zip(layout.shapes, parts[::2], parts[1::2], strict=True):
         keys, values = (part.unflatten(2, (shape.num_kv_heads, -1))[:, :, heads] for part in pair)
         found.append((keys, values))
-    return found[layout.own_layers or slice(None)]
+    return found if own is None else found[slice(*own.layers)]
 
 
 def _layers_of(packed: torch.Tensor, layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:

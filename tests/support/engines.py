@@ -125,12 +125,19 @@ def chain_of(engine, token_ids: list[int], tenant: str = "", salt: str = "") -> 
 
 
 def stored_kv(engine) -> dict[bytes, torch.Tensor]:
-    """KV of the blocks in the CPU tier, by their tokens."""
+    """The blocks in the CPU tier, states too, by all tokens up to their end."""
     settle(engine)
-    parts = engine.connector.parts
+    parts, found = engine.connector.parts, {}
     with parts.lock:
-        cpu, arena = parts.cpu, parts.arena
-        return {cpu.record(one).tokens: arena.tensor[one].clone() for one in cpu.pool.cached_blocks()}
+        blocks = {parts.cpu.record(one).block_id: one for one in parts.cpu.pool.cached_blocks()}
+        for one in blocks.values():
+            history, at = b"", one
+            while at is not None:
+                record = parts.cpu.record(at)
+                history, at = record.tokens + history, blocks.get(record.parent_id)
+            found[history] = parts.arena.tensor[one].clone()
+    assert len(found) == len(blocks)
+    return found
 
 
 def same_kv(left: dict[bytes, torch.Tensor], right: dict[bytes, torch.Tensor]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvstore import Engine, SamplingParams
+from kvstore.engine import process
 from kvstore.engine.model.parallel.group import Part
 from kvstore.errors import EngineDiedError
 from tests.support.engines import cached, counters, evict_hbm, greedy, tokens
@@ -26,6 +27,9 @@ WAIT_S, LOOK_S = 120, 0.05
 SIZES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
 BOTH = {**SIZES["tensor"], **SIZES["pipeline"]}
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Both of two stages have layers with and without a window.
+WINDOWED = {"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING]}
 
 
 @dataclass
@@ -127,14 +131,21 @@ def check_says(engine: Engine, expected: list[list[int]], prompts: list[list[int
     assert found["loaded"] > 0 and found["load_failures"] == found["dropped_saves"] == 0
 
 
-def check_reads(engine: Engine, expected: list[list[int]]) -> None:
+def check_reads(engine: Engine, expected: list[list[int]], prompts: list[list[int]] = PROMPTS) -> None:
     """Whatever ranks this engine has, it finds all on disk."""
-    outs = engine.generate(PROMPTS, greedy(len(expected[0])))
+    outs = engine.generate(prompts, greedy(len(expected[0])))
     assert [out.token_ids for out in outs] == expected
-    assert [cached(out)[2] for out in outs] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert [cached(out)[2] for out in outs] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
+def start_as(monkeypatch: pytest.MonkeyPatch, program: str, **environment: str) -> None:
+    """From now on the other ranks are this program of `tests.children`, with these variables."""
+    monkeypatch.setattr(process, "PROGRAM", f"tests.children.{program}")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
 def children(pid: int) -> set[int]:
     """Processes that this one has started, in all of its threads."""
     lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
-from kvstore.engine.core.input_batch import InputBatch, StepInputs
+from kvstore.engine.core.input_batch import Copies, InputBatch, StepInputs
 from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.engine.model.devices import warm_up
@@ -33,6 +33,7 @@ from kvstore.engine.outputs import TokenLogprob
 from kvstore.errors import EngineDiedError
 from kvstore.kernels.cpu.threads import Team
 from kvstore.kernels.paged_batch import start_to_host, to_device
+from kvstore.memory.layout import States
 from kvstore.store.seam import Prefilled
 
 
@@ -127,16 +128,20 @@ class Others(Protocol):
         """If another rank has caused an error in this context, raise that rank's error instead."""
         return nullcontext()
 
-    def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
-        """Let them compute this step, too. block_table: of all rows of the batch; copies: HBM blocks to copy first."""
+    def begin_step(
+        self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
+    ) -> None:
+        """Let them compute this step, too. block_table: of all rows of the batch; window_of: see `ModelRunner`; copies:
+        HBM blocks and window slots to copy first.
+        """
         return
 
     def end_forward(self, num_samples: int) -> None:
         """Called on the first stage of a pipeline, before this rank waits for so many rows of the oldest step."""
         return
 
-    def overwrite(self, blocks: Sequence[int]) -> None:
-        """Overwrite these HBM blocks with zeros."""
+    def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Overwrite these HBM blocks and window slots with zeros."""
         return
 
     def kill(self) -> None:
@@ -157,9 +162,11 @@ class Flight:
         self._open = deque[int]()  # samples of each step whose logits still have to come from the last stage
         self._is_in_forward = False
 
-    def begin(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
+    def begin(
+        self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
+    ) -> None:
         """A forward begins here; see `Others.begin_step`."""
-        self.others.begin_step(inputs, block_table, copies)
+        self.others.begin_step(inputs, block_table, window_of, copies)
         self._is_in_forward = True
 
     def computed(self, launched: Launched, logits: Tensor | None) -> None:
@@ -189,6 +196,44 @@ class Flight:
         self._is_in_forward = False
 
 
+class HBMCaches:
+    """layers: the caches of all layers of this rank; emptied when the pool is dropped. blocks, slots: of HBM, and of
+    windows.
+    """
+
+    def __init__(self, model: PositionFreeModel, num_blocks: int, block_size: int, num_window_slots: int) -> None:
+        self.layers = model.new_caches(num_blocks, block_size, num_window_slots)
+        self._numbers, self._device = model.spec.numbers, model.device
+
+    def of(self, windowed: bool) -> KVCaches:
+        """The caches whose blocks are window slots, or those whose blocks are HBM blocks."""
+        own = zip(self._numbers, self.layers, strict=False)
+        return [cache for number, cache in own if (number is None) == windowed]
+
+    @property
+    def windows(self) -> States | None:
+        """None if no layer has a window."""
+        windowed = self.of(windowed=True)
+        return WindowStates(windowed) if windowed else None
+
+    def copy(self, blocks: Copies, slots: Copies) -> None:
+        """Copy whole ones. All sources are read before any destination is written."""
+        for windowed, copies in ((False, blocks), (True, slots)):
+            if copies:
+                source, destination = to_device(torch.tensor(copies).T.contiguous(), self._device)
+                for layer in self.of(windowed):
+                    for cache in layer:
+                        cache.index_copy_(0, destination, cache.index_select(0, source))
+
+    def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Overwrite these with zeros."""
+        for windowed, numbers in ((False, blocks), (True, slots)):
+            where = to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
+            for layer in self.of(windowed):
+                for cache in layer:
+                    cache.index_fill_(0, where, 0)
+
+
 class ModelRunner:
     """One model, its caches and its persistent batch.
 
@@ -202,7 +247,8 @@ class ModelRunner:
     ) -> None:  # fmt: skip
         self.model = model
         self.connector = connector
-        self.caches = model.new_caches(num_blocks, config.block_size, config.num_window_slots)
+        self._hbm = HBMCaches(model, num_blocks, config.block_size, config.num_window_slots)
+        self.caches = self._hbm.layers
         self._window_of = window_of
         self.states = (
             None if model.spec.state is None else StatePool(model.spec.state, config.num_state_slots, model.device)
@@ -213,16 +259,10 @@ class ModelRunner:
         self.clock = StepClock(model.device)
         self._unread: Launched | None = None  # the last step, until its tokens are read or the next step has taken them
         self._team = Team(model.is_native) if model.device.type == "cpu" else None
-        windowed = self._caches_of(windowed=True)
-        connector.register_kv_caches(self._caches_of(), WindowStates(windowed) if windowed else self.states)
+        connector.register_kv_caches(self._hbm.of(windowed=False), self._hbm.windows or self.states)
         self._config, self._capturer = config, capturer
         self._flight = Flight(lambda num_samples: self.model.end(num_samples), others or NoOthers())
         self.graphs: StepGraphs | None = None
-
-    def _caches_of(self, windowed: bool = False) -> KVCaches:
-        """The caches whose blocks are HBM blocks, or those whose blocks are window slots."""
-        numbers = self.model.spec.numbers
-        return [cache for number, cache in zip(numbers, self.caches, strict=False) if (number is None) == windowed]
 
     def prepare(self) -> None:
         """Called once, in the thread that is going to step: CUDA keeps a device and handles for each thread."""
@@ -254,23 +294,20 @@ class ModelRunner:
         started = time.perf_counter()
         sampled = self._go_on_unread()
         self._update_rows(output)
-        copies = self.batch.apply_allocations(output.scheduled)
+        found = (step.allocation.window_copy for step in output.scheduled)
+        copies = self.batch.apply_allocations(output.scheduled), [copy for copy in found if copy is not None]
         if self.states is not None and output.states is not None:  # before others are loaded to where these are
             self.states.copy(output.states.before)
         if not output.scheduled:
             return Launched(())
         inputs = self.batch.build(output.scheduled)
-        if copies:
-            copy_blocks(self._caches_of(), copies, self.model.device)
-            found = (step.allocation.window_copy for step in output.scheduled)
-            if window_copies := [copy for copy in found if copy is not None]:
-                copy_blocks(self._caches_of(windowed=True), window_copies, self.model.device)
+        self._hbm.copy(*copies)
         if output.plan is not None:
             row_starts = np.empty(len(inputs.order), dtype=np.int64)
             row_starts[inputs.order] = inputs.query_start[:-1]
             self.connector.start_load_kv(output.plan, row_starts.tolist())
         launched = Launched(output.scheduled, start=self.clock.mark())
-        self._flight.begin(inputs, self.batch.block_table, copies)
+        self._flight.begin(inputs, self.batch.block_table, self._window_of, copies)
         built = time.perf_counter()
         with nullcontext() if self._team is None else self._team.step(output.num_tokens):
             logits = self._forward(inputs, output, sampled)
@@ -390,11 +427,10 @@ class ModelRunner:
 
     def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Overwrite these blocks, and these slots of states or windows, with zeros. Does nothing after `close`."""
-        overwrite_blocks(self._caches_of(), blocks, self.model.device)
-        overwrite_blocks(self._caches_of(windowed=True), slots, self.model.device)
+        self._hbm.overwrite(blocks, slots)
         if self.states is not None:
             self.states.overwrite(slots)
-        self._flight.others.overwrite(blocks)
+        self._flight.others.overwrite(blocks, slots)
 
     def _forward(self, inputs: StepInputs, output: SchedulerOutput, sampled: Tensor | None) -> Tensor | None:
         """The logits; None on the first stage of a pipeline, where they come later."""
@@ -460,19 +496,3 @@ def _by_request(
         if sampled.logprobs is not None:
             logprobs[i] = sampled.logprobs[start : start + count]
     return token_ids, logprobs
-
-
-def overwrite_blocks(caches: KVCaches, blocks: Sequence[int], device: torch.device) -> None:
-    """Overwrite these blocks with zeros."""
-    where = to_device(torch.tensor(blocks, dtype=torch.int64), device)
-    for layer in caches:
-        for cache in layer:
-            cache.index_fill_(0, where, 0)
-
-
-def copy_blocks(caches: KVCaches, copies: Sequence[tuple[int, int]], device: torch.device) -> None:
-    """Copy whole blocks, (source, destination). All sources are read before any destination is written."""
-    source, destination = to_device(torch.tensor(copies).T.contiguous(), device)
-    for layer in caches:
-        for cache in layer:
-            cache.index_copy_(0, destination, cache.index_select(0, source))

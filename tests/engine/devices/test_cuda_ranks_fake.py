@@ -25,9 +25,9 @@ from kvstore.kernels.paged_batch import start_to_host
 from tests.engine.devices.test_cuda_fake import engine_on_cuda, needs_triton
 from tests.support import fake_cuda
 from tests.support.by_hand import crawling
-from tests.support.engines import ask, cached, evict_hbm, greedy, open_engine, tokens
+from tests.support.engines import ask, cached, evict_hbm, greedy, open_engine, save_model, tokens
 from tests.support.fake_nccl import FakeNccl
-from tests.support.ranks import BOTH, SIZES, check_says, children, is_gone, rank_of
+from tests.support.ranks import BOTH, FULL, SIZES, SLIDING, check_says, children, is_gone, rank_of
 from tests.support.waiting import wait_until
 
 if torch.cuda.is_available():
@@ -58,16 +58,19 @@ def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=())
         yield
 
 
+ONE, TWO = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
+WINDOWS = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 6}
 CASES = [
-    pytest.param({"tensor_parallel_size": 2}, True, 1, marks=needs_triton, id="tensor, kernels"),
-    pytest.param(BOTH, False, 2, id="both"),
+    pytest.param("Llama", ONE, {"tensor_parallel_size": 2}, True, marks=needs_triton, id="tensor, kernels"),
+    pytest.param("Llama", TWO, BOTH, False, id="both"),
+    pytest.param("Gemma3", WINDOWS, BOTH, False, id="both, windows"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "has_triton", "num_layers"), CASES)
-def test_several_devices_say_what_one_process_does(saved_model, sizes, has_triton, num_layers, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "layers", "sizes", "has_triton"), CASES)
+def test_several_devices_say_what_one_process_does(name, layers, sizes, has_triton, tmp_path, monkeypatch):
     """Computed, then loaded by all, and last by one process without a device."""
-    before, model = children(os.getpid()), saved_model(num_hidden_layers=num_layers)
+    before, model = children(os.getpid()), save_model(tmp_path / "model", name, **layers)
     with open_engine(model) as plain:
         answers = [ask(plain, prompt).token_ids for prompt in PROMPTS]
     count = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)

@@ -31,7 +31,7 @@ from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.layout import KVLayout, OwnPart
 from kvstore.memory.streams import CudaStreams, Queue, Streams
 from kvstore.memory.transfer import Arena
 from kvstore.store import assembly
@@ -43,6 +43,7 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 8, 4
 HBM_BLOCKS, ARENA_BLOCKS, NUM_SEQS, BUDGET, WINDOW = 26, 30, 3, 24, 48
 VOCABULARY = 50
 HEADS = slice(0, NUM_KV_HEADS)
+FIRST_HEAD, SECOND_HEAD = OwnPart((0, NUM_LAYERS), (0, 1)), OwnPart((0, NUM_LAYERS), (1, 2))
 PACE = Pace(layers_ahead=1)  # of three layers some are launched in the forward
 STEPS_AHEAD = 4  # that the host may have given to the device and not seen the end of
 
@@ -164,9 +165,7 @@ class OtherRank:
         self._step: tuple[TransferPlan, list[int]] | None = None
 
     def open(self, layout: KVLayout, device: torch.device) -> None:
-        arena = Arena(
-            replace(layout, own_heads=slice(1, 2)), ARENA_BLOCKS, device.type == "cuda", self.arena_descriptor
-        )
+        arena = Arena(replace(layout, own=SECOND_HEAD), ARENA_BLOCKS, device.type == "cuda", self.arena_descriptor)
         self.transfer = DeviceTransfer(arena, self.streams, self._tell, PACE)
         self.register_kv_caches, self.save_kv_layer = self.transfer.register, self.transfer.save_kv_layer
         self.wait_for_layer_load = self.transfer.wait_for_layer_load
@@ -224,7 +223,8 @@ class Engine:
         self.rng, self.runs_ahead, self.other = random.Random(seed), runs_ahead, other
         heads = HEADS if other is None else slice(0, 1)
         shapes = alike(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
-        layout = KVLayout(shapes, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS, heads)
+        own = None if other is None else FIRST_HEAD
+        layout = KVLayout(shapes, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS, own)
         tiers = CacheTiers(cpu=ARENA_BLOCKS * layout.block_bytes, disk=0)
         self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None, others=other

@@ -7,7 +7,7 @@ import torch
 
 from kvstore.connector import NullConnector
 from kvstore.engine.model import lean
-from kvstore.engine.model.interception import PositionFreeModel, run_step
+from kvstore.engine.model.interception import PositionFreeModel, RotaryTap, run_step
 from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch
@@ -269,3 +269,14 @@ def test_a_layer_that_computes_something_else_is_not_taken_over(monkeypatch: pyt
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
     assert num_lean(packed("Llama")) == 0
+
+
+def test_in_whatever_order_a_model_asks_for_rotations_all_processes_number_them_alike():
+    """Gemma 3 asks in the order of a set of strings, which each process has another of."""
+    taps = [RotaryTap(make_model("Gemma3").model.rotary_emb, 64) for _ in range(2)]
+    for tap, kinds in zip(
+        taps, (("sliding_attention", "full_attention"), ("full_attention", "sliding_attention")), strict=True
+    ):
+        for kind in kinds:
+            tap(torch.zeros(1, 3, 64), torch.arange(3)[None], kind)
+    assert taps[0].sources == taps[1].sources == [("full_attention",), ("sliding_attention",)]

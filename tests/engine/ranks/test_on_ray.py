@@ -25,9 +25,9 @@ import torch
 from kvstore import Engine
 from kvstore.engine.ranks.ranks import Door, entered
 from kvstore.errors import ConfigError, EngineDiedError
-from tests.support.engines import ask, greedy, open_engine
+from tests.support.engines import ask, greedy, open_engine, same_kv, save_model, stored_kv
 from tests.support.faults import fail
-from tests.support.ranks import PROMPTS, SIZES, check_reads, check_says, end_while_it_answers, is_gone
+from tests.support.ranks import PROMPTS, SIZES, WINDOWED, check_reads, check_says, end_while_it_answers, is_gone
 from tests.support.ray_cluster import ray_cluster
 from tests.support.redis_server import free_port
 from tests.support.service.replicas import needs_ray
@@ -258,12 +258,24 @@ def others(monkeypatch, tmp_path) -> Iterator[list[subprocess.Popen]]:
         one.wait()
 
 
-def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_path, others):
-    expected, store = [plain(prompt, 20) for prompt in PROMPTS], tmp_path / "store"
-    with open_engine(model, store, max_num_batched_tokens=48, **ON_RAY, **SIZES["tensor"]) as engine:
+@pytest.mark.parametrize(
+    ("name", "size", "layers"),
+    [("Llama", "tensor", {}), ("Gemma3", "tensor", WINDOWED), ("GptOss", "pipeline", WINDOWED)],
+)
+def test_a_rank_elsewhere_says_the_same_over_the_same_store(name, size, layers, tmp_path, others):
+    model, store = save_model(tmp_path / "model", name, **layers), tmp_path / "store"
+    with open_engine(model, store) as one:
+        expected = [out.token_ids for out in one.generate(PROMPTS, greedy(12))]
+        stored = stored_kv(one)
+    with open_engine(model, store, **ON_RAY, **SIZES[size]) as engine:
+        check_reads(engine, expected)
+    with open_engine(model, tmp_path / "theirs", max_num_batched_tokens=48, **ON_RAY, **SIZES[size]) as engine:
+        assert [out.token_ids for out in engine.generate(PROMPTS, greedy(12))] == expected
+        assert same_kv(stored_kv(engine), stored)
         check_says(engine, expected)
-    assert others[0].wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
-    with open_engine(model, store) as engine:
+    for other in others:
+        assert other.wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
+    with open_engine(model, tmp_path / "theirs") as engine:
         check_reads(engine, expected)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.kernels import reference
 from kvstore.kernels.kv import BlockLoad, save_to_arena
-from kvstore.memory.layout import KVLayout, LayerShape
+from kvstore.memory.layout import KVLayout, LayerShape, OwnPart
 from kvstore.memory.transfer import Arena
 from kvstore.rope.rotary import Style
 from tests.support.arenas import alike
@@ -29,11 +29,11 @@ class Memory:
     def __init__(self, shape, dtype, device, seed=0, num_ranks=1) -> None:
         block_size, heads, head_dim = shape
         first = num_ranks // 2
-        self.part = slice(first, first + NUM_LAYERS), slice(first * heads, (first + 1) * heads)
+        own = OwnPart((first, first + NUM_LAYERS), (first * heads, (first + 1) * heads))
         num_layers = NUM_LAYERS + num_ranks - 1
         rotations = (None,) * num_layers
         shapes = alike(num_layers, num_ranks * heads, head_dim)
-        layout = KVLayout(shapes, block_size, dtype, rotations, *self.part[::-1])
+        layout = KVLayout(shapes, block_size, dtype, rotations, own)
         self.arena = Arena(layout, NUM_ARENA_BLOCKS, pin=device == "cuda")
         generator = torch.Generator().manual_seed(seed)
         self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=generator).to(dtype))

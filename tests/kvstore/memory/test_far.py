@@ -15,11 +15,11 @@ SHAPE = (alike(LAYERS, HEADS, DIM), BLOCK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "layers"), [(slice(2, 4), None), (None, slice(1, 3)), (slice(0, 1), slice(3, 4))])
-def test_parts_of_blocks_come_back(heads, layers, dtype):
-    layout = KVLayout(*SHAPE, dtype, (None,) * LAYERS, heads, layers)
+@pytest.mark.parametrize("part", [OwnPart((0, LAYERS), (2, 4)), OwnPart((1, 3), (0, HEADS)), OwnPart((3, 4), (0, 1))])
+def test_parts_of_blocks_come_back(part, dtype):
+    layout = KVLayout(*SHAPE, dtype, (None,) * LAYERS, part)
     arena = Arena(KVLayout(*SHAPE, dtype, (None,) * LAYERS), NUM_BLOCKS + 5, pin=False)
-    part, blocks, far = OwnPart.of(layout), FarBlocks(arena), FarTransfer(layout)
+    blocks, far = FarBlocks(arena), FarTransfer(layout)
     num_layers, num_heads = part.layers[1] - part.layers[0], part.heads[1] - part.heads[0]
     shape = (NUM_BLOCKS, BLOCK, num_heads, DIM)
     caches = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)]
@@ -30,12 +30,13 @@ def test_parts_of_blocks_come_back(heads, layers, dtype):
     one = [Save(0, BLOCK * number, BLOCK, arena_block, 0) for number, arena_block in enumerate(arena_blocks[:-1])]
     last = BLOCK * (NUM_BLOCKS - 1)  # in two pieces
     saves = (*one, Save(0, last, 1, arena_blocks[-1], 0), Save(0, last + 1, BLOCK - 1, arena_blocks[-1], 1))
-    far.begin(TransferPlan((), saves, 7), [0], b"")
+    plan = TransferPlan((), saves, 7)
+    far.begin(plan, [0], b"")
     for layer in range(num_layers):
         far.save_kv_layer(layer, keys[layer], values[layer])
     far.end()
     assert far.completed() == [Transferred(7, False, True)]
-    blocks.put(part, saves, far.saved())
+    blocks.put(part, plan, far.saved())
 
     mine = whole(arena)[arena_blocks, slice(*part.layers)][..., slice(*part.heads), :]
     assert torch.equal(mine[:, :, 0].transpose(0, 1).reshape(keys.shape), keys)
@@ -43,7 +44,8 @@ def test_parts_of_blocks_come_back(heads, layers, dtype):
     assert arena.tensor.count_nonzero() == mine.count_nonzero()  # nothing beside them
 
     loads = tuple(Load(number, arena_block, BLOCK * number, b"") for number, arena_block in enumerate(arena_blocks))
-    far.begin(TransferPlan(loads, (), 8), [0], blocks.loaded(part, loads))
+    plan = TransferPlan(loads, (), 8)
+    far.begin(plan, [0], blocks.loaded(part, plan))
     far.end()
     [loaded] = far.completed()
     assert loaded.ticket == 8 and loaded.is_load and loaded.succeeded

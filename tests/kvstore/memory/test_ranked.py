@@ -6,11 +6,12 @@ import threading
 import pytest
 import torch
 
-from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
+from kvstore.blocks.records import Load, Save, StatePiece, TransferPlan, Transferred
+from kvstore.engine.model.windows import WindowStates
 from kvstore.errors import EngineDiedError
 from kvstore.memory.device_transfer import DeviceTransfer
-from kvstore.memory.layout import KVLayout
-from kvstore.memory.ranked import DataPlane, RankedTransfer, rank_transfer
+from kvstore.memory.layout import KVLayout, OwnPart
+from kvstore.memory.ranked import DataPlane, FarBlocks, FarTransfer, RankedTransfer, rank_transfer
 from kvstore.memory.streams import Queue
 from kvstore.memory.transfer import Arena, Transfer
 from tests.support.arenas import alike, whole
@@ -19,6 +20,7 @@ from tests.support.waiting import TIMEOUT_S
 
 LAYERS, BLOCK, HEADS, DIM, ARENA_BLOCKS = 2, 4, 4, 8, 6
 SHAPE = (alike(LAYERS, HEADS, DIM), BLOCK, torch.float32, (None, None))
+FIRST, LAST = OwnPart((0, LAYERS), (0, 2)), OwnPart((0, LAYERS), (2, 4))
 SAVE = TransferPlan((), (Save(0, 0, BLOCK, 3, 0),), 1)
 LOAD = TransferPlan((Load(1, 3, 0, b""),), (), 2)
 
@@ -37,7 +39,7 @@ class OtherRank:
         self.on_wait = lambda: None
 
     def open(self) -> None:
-        layout = KVLayout(*SHAPE, slice(2, 4))
+        layout = KVLayout(*SHAPE, LAST)
         self.own = rank_transfer(layout, self.arena_descriptor, torch.device("cpu"), lambda: None)
 
     def begin_transfers(self, plan, row_starts) -> None:
@@ -51,6 +53,9 @@ class OtherRank:
             self.own.save_kv_layer(layer, key, value)
         self.own.end()
         self.told += self.own.completed()
+
+    def save_states(self, plan) -> None:
+        self.plan = plan
 
     def end_transfers(self) -> bool:
         plan, self.plan = self.plan, None
@@ -70,7 +75,7 @@ class OtherRank:
 def ranks():
     descriptor = os.memfd_create("test")
     other = OtherRank(descriptor)
-    arena = Arena(KVLayout(*SHAPE, slice(0, 2)), ARENA_BLOCKS, pin=False, descriptor=descriptor)
+    arena = Arena(KVLayout(*SHAPE, FIRST), ARENA_BLOCKS, pin=False, descriptor=descriptor)
     other.open()
     yield RankedTransfer(Transfer(arena), other), other, arena
     os.close(descriptor)
@@ -181,7 +186,7 @@ def test_what_a_device_moves_has_ended_when_it_says_so(ranks, plan):
         if other.told:
             has_told.set()
 
-    share = Arena(KVLayout(*SHAPE, slice(2, 4)), ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
+    share = Arena(KVLayout(*SHAPE, LAST), ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
     transfer = DeviceTransfer(share, streams, tell)
     other.own = transfer
     first.register(caches())
@@ -204,7 +209,7 @@ def test_what_a_device_moves_has_ended_when_it_says_so(ranks, plan):
 
 def test_what_a_device_cannot_load_is_told_at_the_end_of_the_step(ranks):
     first, other, _ = ranks
-    streams, share = SimulatedStreams(), KVLayout(*SHAPE, slice(2, 4))
+    streams, share = SimulatedStreams(), KVLayout(*SHAPE, LAST)
     arena = Arena(share, ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
     transfer = DeviceTransfer(arena, streams, lambda: None)
     other.own = transfer
@@ -231,3 +236,75 @@ def test_what_all_had_moved_when_a_rank_was_lost_does_not_count(ranks):
     first.end()
     other.told, other.loss = [Transferred(1, False, True)], "rank 1 of 2 ended"
     assert first.completed() == [Transferred(1, False, False)]
+
+
+# -- states of layers with a window ------------------------------------------------------------------------------------
+NUM_WINDOWED, NUM_SLOTS = 5, 4  # a state is in three blocks of two layers each, of which the last is half empty
+PIECES = tuple(
+    StatePiece(row, index, block) for row, *blocks in ((3, 5, 2, 0), (1, 4, 1, 3)) for index, block in enumerate(blocks)
+)
+DIVISIONS = {
+    "heads": [OwnPart((0, 2), heads, (0, 5)) for heads in ((0, 1), (1, 4))],
+    "layers": [OwnPart((0, 1), (0, HEADS), (0, 3)), OwnPart((1, 2), (0, HEADS), (3, 5))],
+    "both": [
+        OwnPart((at, at + 1), heads, windows)
+        for at, windows in enumerate(((0, 1), (1, 5)))
+        for heads in ((0, 2), (2, 4))
+    ],
+}
+
+
+def windowed_layout(own: OwnPart | None) -> KVLayout:
+    windowed = KVLayout(alike(NUM_WINDOWED, HEADS, DIM), *SHAPE[1:3], (None,) * NUM_WINDOWED)
+    return KVLayout(*SHAPE, own, windowed.block_bytes, 1, windowed)
+
+
+def window_caches(num_heads: int, num_layers: int = NUM_WINDOWED):
+    shape = NUM_SLOTS, BLOCK, num_heads, DIM
+    return [(torch.rand(shape), torch.rand(shape)) for _ in range(num_layers)]
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_a_save_of_states_has_ended_when_the_last_rank_says_so(ranks, succeeded):
+    first, other, arena = ranks
+    arena.layout = windowed_layout(OwnPart((0, LAYERS), (0, 2), (0, NUM_WINDOWED)))
+    first.register(caches(), WindowStates(window_caches(HEADS // 2)))
+    first.save_states(TransferPlan(ticket=4, states=PIECES))
+    assert other.plan.states == PIECES and first.completed() == []
+    other.told = [Transferred(4, False, succeeded)]
+    assert first.completed() == [Transferred(4, False, succeeded)] and first.completed() == []
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_states_are_stored_as_one_process_does_and_each_rank_loads_its_part(division, is_far):
+    """Nothing is left in their blocks of what was there before, and other blocks stay as they are."""
+    arena, filled = Arena(windowed_layout(None), 9, pin=False), window_caches(HEADS)
+    arena.tensor.copy_(torch.rand(arena.tensor.shape))
+    expected = Arena(windowed_layout(None), 9, pin=False)
+    expected.tensor.copy_(arena.tensor)
+    expected.save_states(PIECES, WindowStates(filled))
+    states = [layer.nbytes for pair in filled for layer in (pair[0][0], pair[1][0])]
+    stored = torch.cat([expected.rows[block] for block in (5, 2, 0)])
+    assert torch.equal(stored[: sum(states)], WindowStates(filled).packed([3])[0]) and not stored[sum(states) :].any()
+
+    plan = TransferPlan((Load(0, 8, 0, b""),), (), 4, PIECES)
+    for part in DIVISIONS[division]:
+        heads, windows = slice(*part.heads), slice(*part.windows)
+        own = [tuple(cache[:, :, heads].clone() for cache in pair) for pair in filled[windows]]
+        empty = [tuple(torch.zeros_like(cache) for cache in pair) for pair in own]
+        if is_far:
+            far, blocks, save = FarTransfer(windowed_layout(part)), FarBlocks(arena), TransferPlan((), (), 3, PIECES)
+            far.register((), WindowStates(own))
+            blocks.put(part, save, far.saved_states(save))
+            far.register((), WindowStates(empty))
+            far.begin(plan, [0], FarBlocks(expected).loaded(part, plan))
+        else:
+            arena.layout = windowed_layout(part)
+            arena.save_states(PIECES, WindowStates(own))
+            expected.layout = arena.layout
+            expected.load_states(PIECES, WindowStates(empty))
+        for pairs in zip(own, empty, strict=True):
+            assert all(torch.equal(mine[[1, 3]], found[[1, 3]]) for mine, found in zip(*pairs, strict=True))
+            assert not any(found[[0, 2]].any() for found in pairs[1])
+    assert torch.equal(arena.rows, expected.rows)

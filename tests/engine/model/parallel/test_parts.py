@@ -15,14 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvstore.connector import NullConnector
+from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.model.devices import num_hbm_blocks
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.parallel.cutting import read_plan
 from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.probe import intercept
 from kvstore.errors import ConfigError, UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch
+from tests.support.engines import save_model
 from tests.support.models import ARCHITECTURES, make_model, make_seeing_model
-from tests.support.ranks import on_parts, on_ranks
+from tests.support.ranks import WINDOWED, on_parts, on_ranks
 
 NO_TENSOR_PLAN, NO_PIPELINE_PLAN = {"StableLm", "GptOss", "Phimoe"}, {"StableLm", "Phimoe"}
 OF_MANY_SHAPES = {name for name in ARCHITECTURES if name.startswith(("Gemma4", "MiMo"))}
@@ -158,6 +161,23 @@ def test_rotations_of_all_layers_are_known_to_all(saved_model):
     folder = saved_model("SmolLM3")  # whose third layer, of the second stage, does not rotate
     for model in on_parts(1, 2, lambda part: opened(folder, part)):
         assert [rotation is None for rotation in model.rotations] == [False, False, True]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_windows_of_all_layers_are_known_to_all_and_their_pools_are_as_large_as_said(sizes, tmp_path):
+    folder = save_model(tmp_path, "Gemma3", **WINDOWED)
+    limits = SchedulerConfig(max_model_len=16, block_size=16, max_num_seqs=4, max_num_batched_tokens=48)
+
+    def work(part: Part) -> tuple[tuple[int | None, ...], int, int, int]:
+        model = opened(folder, part)
+        num_blocks, num_slots = num_hbm_blocks(model, limits, 400 << 10)
+        caches = model.new_caches(num_blocks, 16, num_slots)
+        return model.spec.windows, num_blocks, num_slots, sum(cache.nbytes for pair in caches for cache in pair)
+
+    windows, num_blocks, num_slots, num_bytes = (set(one) for one in zip(*on_parts(*sizes, work), strict=True))
+    assert windows == {(24, 24, None, 24, None, 24, 24)}
+    assert len(num_blocks) == len(num_slots) == 1 and num_slots.pop() < num_blocks.pop()
+    assert 390 << 10 < max(num_bytes) <= 400 << 10
 
 
 def test_stages_of_16_bit_models_compute_in_their_type(saved_model):
