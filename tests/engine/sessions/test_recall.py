@@ -328,7 +328,7 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
     """Drops, edits, goes back, repeats; the service forgets."""
     template, bias = engine.chats.language.template, no_controls(engine)
     num_odd = 0
-    for seed in range(4):
+    for seed in range(2):
         random_, recall = random.Random(seed), Recall(engine.chats)
         clients = [Client(engine, recall, random_.choice(["", "Be brief."]), f"tenant-{n % 2}") for n in range(3)]
         for step in range(30):
@@ -353,7 +353,7 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
             assert out.usage.cached_tokens_details.reencoded == 0
             if sum(len(message["content"]) for message in client.messages) > 900:
                 client.drop(3)
-    assert num_odd > 50
+    assert num_odd > 25
 
 
 # -- memory and threads ------------------------------------------------------------------------------------------------
