@@ -44,9 +44,9 @@ def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk(name, proc
     options = {"load": "always", "dtype": "float32", "max_num_batched_tokens": CHUNKS, "process": process}
     with ExitStack() as opened:
         engine = opened.enter_context(Engine(saved_model(name), tiers, device="cpu", **options))
-        answers = [made.token_ids for made in engine.generate(PROMPTS, greedy(24))]
+        answers = [made.token_ids for made in engine.generate(PROMPTS, greedy(18))]
         histories = [next_turn(*turn) for turn in zip(PROMPTS, answers, strict=True)]
-        warm = engine.generate(histories, greedy(20))
+        warm = engine.generate(histories, greedy(10))
         forked(engine)
         engine.flush()
         if process == "own":
@@ -55,7 +55,7 @@ def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk(name, proc
             engine.check_integrity()
             opened.close()
             engine = opened.enter_context(Engine(saved_model(name), tiers, device="cpu", **options))
-        cold = engine.generate(histories, greedy(20))
+        cold = engine.generate(histories, greedy(10))
     for history, before, after in zip(histories, warm, cold, strict=True):
         assert after.token_ids == before.token_ids
         assert before.usage.cached_tokens_details.hbm == before.usage.cached_tokens == num_known(history)
@@ -73,7 +73,7 @@ def kill(engine: Engine) -> None:
 
 def forked(engine: Engine) -> None:
     """Three answers to one prompt are those of three requests that know nothing of each other."""
-    params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=8, ignore_eos=True)
     (together,) = engine.generate([PROMPTS[0]], params, cache_salt="together")
     lone = [replace(params, n=1, seed=5 + i) for i in range(3)]
     alone = [engine.submit(PROMPTS[0], one, cache_salt=f"{i}") for i, one in enumerate(lone)]

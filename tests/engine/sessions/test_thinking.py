@@ -196,7 +196,7 @@ def test_thinking_is_cleared_in_steps_that_pay(tmp_path, template, reuse):
     options, cleared = AnswerOptions(context_management=wanted), []
     with opened(template, tmp_path, max_model_len=1024) as engine:
         chat = engine.chat("ada", system="Be brief.")
-        for _ in range(10):
+        for _ in range(8):
             text = "" if not chat.num_turns else engine.tokenizer.decode(chat.token_ids)
             thoughts = [one["reasoning_content"] for one in chat.messages if "reasoning_content" in one]
             prompt, usage = think(chat, "Hi", regex="[a-d]{80}</think>(yes|no)", options=options)
