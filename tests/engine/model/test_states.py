@@ -164,16 +164,6 @@ def test_a_model_whose_state_does_not_fit_below_hbm_is_refused(saved_model, tmp_
         opened(saved_model("Qwen3_5Text"), path=tmp_path, cpu="20KiB")
 
 
-def test_preempted_requests_go_on(saved_model):
-    network = network_of(saved_model("Qwen3_5Text"))
-    with opened(saved_model("Qwen3_5Text"), hbm="360KiB") as engine:
-        made = engine.generate(PROMPTS, greedy(170))
-        assert engine.loop.scheduler.roster.num_preemptions > 0
-        engine.check_integrity()
-    for asked, answer in zip(PROMPTS, made, strict=True):
-        check_answer(network, asked, answer.token_ids)
-
-
 def test_what_two_conversations_begin_with_is_computed_once(saved_model):
     """Their system prompt ends where the first turn begins; a checkpoint stands at the border before."""
     with opened(saved_model("Qwen3_5Text", tokenizer=True)) as engine:
