@@ -4,9 +4,11 @@ ways.
 Every line of the log is synced after its turn was acknowledged: a session, the turn's number, all its token ids.
 """
 
+import ctypes
 import json
 import os
 import random
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.engines import ask, counters, greedy, open_engine, tokens
 from tests.support.waiting import wait_until
 
 SESSIONS = ("red", "green", "blue")
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 
 
 def chat_until_killed(model: str, store: str, log: str, seed: int) -> None:
@@ -118,22 +121,41 @@ def on_a_full_disk(model: str, store: str, filler: str) -> None:
 def evict_on_a_disk_that_fills_up(model: str, store: str) -> None:
     """More than fits: the oldest go, nothing fails, and what came last is there."""
     with open_engine(model, Path(store), cpu="2MiB", disk="1GiB") as engine:
-        for seed in range(60):
+        for seed in range(30):
             ask(engine, tokens(seed, 200), 2)
             if seed % 10 == 9:
                 engine.flush()
         assert counters(engine)["disk_evictions"] > 0 and engine.stats()["disk"]["degraded"] is None
     with open_engine(model, Path(store), cpu="2MiB", disk="1GiB") as engine:
         assert not engine.admin.verify()["num_corrupt"]
-        print(ask(engine, tokens(59, 200), 2).usage.cached_tokens_details.disk, flush=True)
+        print(ask(engine, tokens(29, 200), 2).usage.cached_tokens_details.disk, flush=True)
+
+
+def mount(folder: Path, free_bytes: int) -> Path:
+    """A tmpfs of 32 MiB that only this process sees, and a file that takes all of it but this."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(content)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], check=True)
+    filler = folder / "filler"
+    filler.write_bytes(bytes((32 << 20) - free_bytes))
+    return filler
+
+
+def on_a_small_disk(model: str, folder: str, free_bytes: int) -> None:
+    """First the oldest go. Then a store where not a block fits, until another file is deleted."""
+    filler = mount(Path(folder), free_bytes)
+    evict_on_a_disk_that_fills_up(model, f"{folder}/store")
+    on_a_full_disk(model, f"{folder}/other", str(filler))
 
 
 COMMANDS = {
     "chat": chat_until_killed,
     "leave": leave_open,
     "fork": fork_after_opening,
-    "full": on_a_full_disk,
-    "evict": evict_on_a_disk_that_fills_up,
+    "small": on_a_small_disk,
 }
 
 

@@ -1,5 +1,7 @@
 """What tests of engines share: a store that is opened again and again, a Redis, the secret of a fleet."""
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,11 +12,25 @@ from tests.support.buckets import Directory
 from tests.support.engines import open_engine
 from tests.support.redis_server import RedisServer, wait_for_answers
 
+IN_MEMORY, ROOM_BYTES = Path("/dev/shm"), 2 << 30
+
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     """Tests that are coroutines run in an event loop of their module."""
     return "asyncio"
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory, if there is room: processes are killed here, but no machine loses its power, and each sync of a disk
+    takes as long as a turn of these models.
+    """
+    if not IN_MEMORY.is_dir() or shutil.disk_usage(IN_MEMORY).free < ROOM_BYTES:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ class Guest:
                 reference.check(prompt, choice.token_ids, params.frequency_penalty)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from(HOUSES))
 def test_invariant_1_random_traffic_gives_what_a_plain_loop_gives(houses, model_dir, seed, shape):
     engine = houses[shape[0]]

@@ -40,7 +40,11 @@ def hit(output) -> int:
     return details.remote
 
 
-@pytest.mark.parametrize("tiers", ["cpu and disk", "cpu alone", "disk alone"])
+@pytest.mark.parametrize(
+    ("shared", "tiers"),
+    [("redis", "cpu and disk"), ("objects", "cpu alone"), ("redis", "disk alone"), ("objects", "disk alone")],
+    indirect=["shared"],
+)
 def test_another_replica_hits_what_one_has_computed(model, plain, shared, tmp_path, tiers):
     options = {"cpu": "0" if tiers == "disk alone" else "2MiB"}
     paths = [None, None] if tiers == "cpu alone" else [tmp_path / "a", tmp_path / "b"]
@@ -66,10 +70,9 @@ def test_another_replica_hits_what_one_has_computed(model, plain, shared, tmp_pa
             assert output.token_ids == plain(history, 8) and output.usage.cached_tokens_details.disk == 128
 
 
-@pytest.mark.parametrize("process", ["here", "own"])
-def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, tmp_path, process):
+def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, tmp_path):
     url = Directory(tmp_path / "objects").url
-    with replica(model, url, process=process) as first, replica(model, url) as second:
+    with replica(model, url, process="own") as first, replica(model, url) as second:
         chat = first.chat("a", system=SYSTEM)
         for text in ("My dog is called Biscuit.", "What is my dog called?"):
             chat.send(text, greedy(30))

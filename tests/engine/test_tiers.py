@@ -332,7 +332,7 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, s
     disk = 2 << 20
     with open_engine(model, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
         histories = [tokens(seed, 100) for seed in range(80, 100)]
-        for turn in range(3):
+        for turn in range(2):
             for number, history in enumerate(histories):
                 out = ask(engine, history, 6)
                 assert out.token_ids == plain(history, 6)
@@ -353,9 +353,7 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, s
             assert ask(engine, [*history, 1], 4).token_ids == plain([*history, 1], 4)
 
 
-@pytest.mark.parametrize(
-    ("num_cpu_blocks", "disk"), [(0, 2 << 20), (0, "32MiB"), (12, 0), (12, 2 << 20), (60, "32MiB")]
-)
+@pytest.mark.parametrize(("num_cpu_blocks", "disk"), [(0, 2 << 20), (12, 0), (12, 2 << 20)])
 def test_what_is_said_is_right_and_what_is_stored_is_closed_under_parents(model, plain, store, num_cpu_blocks, disk):
     """Invariants 1, 7 and 8: random requests that share stems, in a pool of about two of them; aborts, preemptions,
     evictions of every kind, failing saves; checked whenever nothing is in flight.
@@ -391,7 +389,7 @@ def test_what_is_said_is_right_and_what_is_stored_is_closed_under_parents(model,
             settle(engine)
             check_closed(engine, {engine.facts.root("")})
             assert num_cpu_blocks == 0 or engine.stats()["cpu"]["cached_blocks"] <= num_cpu_blocks
-            if number >= 6 and engine.loop.scheduler.roster.num_preemptions > 0:
+            if number >= 4 and engine.loop.scheduler.roster.num_preemptions > 0:
                 break
         assert engine.loop.scheduler.roster.num_preemptions > 0
 

@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(8)]
-LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
 LONGER = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)  # seconds
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SYSTEM = tokens(99, 64)

@@ -45,6 +45,7 @@ VOCABULARY = 50
 HEADS = slice(0, NUM_KV_HEADS)
 FIRST_HEAD, SECOND_HEAD = OwnPart((0, NUM_LAYERS), (0, 1)), OwnPart((0, NUM_LAYERS), (1, 2))
 PACE = Pace(layers_ahead=1)  # of three layers some are launched in the forward
+MOST_DELAY_S = 0.0004  # of a piece of work
 STEPS_AHEAD = 4  # that the host may have given to the device and not seen the end of
 
 
@@ -346,7 +347,7 @@ def has_moved(stats: dict, least: tuple[int, int, int]) -> bool:
 
 @contextmanager
 def simulated(seed: int, broken: Broken | None = None, slow: Queue | None = None):
-    streams = SimulatedStreams(seed, broken=broken, slow=slow)
+    streams = SimulatedStreams(seed, MOST_DELAY_S, broken, slow)
     with transfers_in(streams):
         yield streams
     streams.close()
@@ -361,7 +362,7 @@ def transfers_in(streams: Streams):
 SPEEDS = [None, *Queue]  # which queue is the slowest
 TRIES = list(product(range(1, 6), SPEEDS[::-1]))  # seeds and speeds: a race need not show at each, nor each time
 # Steps at least; and blocks loaded, saved and evicted at least.
-MUCH, SOME, BROKEN = (200, (150, 150, 50)), (200, (5, 50, 0)), (400, (0, 0, 0))
+MUCH, SOME, BROKEN = (120, (100, 100, 30)), (150, (5, 50, 0)), (400, (0, 0, 0))
 
 
 def run_one(slow: Queue | None, broken: Broken | None = None, seed: int = 1) -> tuple[int, dict]:
@@ -381,7 +382,7 @@ def run_two(slow: Queue | None, broken: Broken | None = None, seed: int = 1) -> 
     """Two ranks, each with a device of its own. slow, broken: queues of the other rank. This one does all at once, so
     that it waits for the other alone.
     """
-    other, streams = OtherRank(SimulatedStreams(seed + 1, broken=broken, slow=slow)), Tape()
+    other, streams = OtherRank(SimulatedStreams(seed + 1, MOST_DELAY_S, broken, slow)), Tape()
     try:
         with transfers_in(streams):
             return run(streams, torch.device("cpu"), seed, *(BROKEN if broken else MUCH), other=other)

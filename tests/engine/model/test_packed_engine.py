@@ -55,7 +55,7 @@ BELOW_HBM = [  # each path and each dtype once: what a tier gives back does not 
     ("llama", "float32"), ("llama", "bfloat16"), ("qwen2 windows", "bfloat16"), ("qwen3", "bfloat16"),
     ("gemma2", "float32"),
 ]  # fmt: skip
-TALKING = [("llama", "bfloat16"), ("qwen3", "float32")]
+TALKING = [("llama", "bfloat16", True), ("qwen3", "float32", False)]
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "hbm": "4MiB", "cpu": "4MiB"}
 
 
@@ -256,13 +256,12 @@ def test_many_requests_beside_evictions(model: Stored, path: Path) -> None:
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", params=TALKING, ids=" ".join)
-def chat_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+def chatting(folder: Path, name: str, dtype: str) -> Stored:
     import transformers
 
-    folder, tokenizer = tmp_path_factory.mktemp("chat"), transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.save_pretrained(folder)
-    network = make(*request.param, vocab_size=len(tokenizer) + 16, eos_token_id=tokenizer.eos_token_id)
+    network = make(name, dtype, vocab_size=len(tokenizer) + 16, eos_token_id=tokenizer.eos_token_id)
     network.save_pretrained(folder)
     return Stored(folder, Reference(network))
 
@@ -294,9 +293,12 @@ def check_reencoded(reference: Reference, output: Any, old: list[int], source: l
     reference.check_choice(output.choices[0], theirs[first:-1], exact[first:-1])
 
 
-@pytest.mark.parametrize("is_emptied", [False, True])
-def test_a_truncated_session_reuses_its_keys_at_new_positions(chat_model: Stored, path: Path, is_emptied: bool) -> None:
+@pytest.mark.parametrize(("name", "dtype", "is_emptied"), TALKING)
+def test_a_truncated_session_reuses_its_keys_at_new_positions(
+    name: str, dtype: str, is_emptied: bool, path: Path, tmp_path: Path
+) -> None:
     """Its turns are held to a forward over the keys of the whole session, moved to where the kept tokens stand."""
+    chat_model = chatting(tmp_path / "model", name, dtype)
     reference = chat_model.reference
     with watched(chat_model.folder, path, **OPTIONS) as engine:
         chat = engine.engine.chat("one", system="Be kind, and be brief, and say nothing that is not so.")

@@ -18,7 +18,7 @@ from tests.support.buckets import Directory
 from tests.support.by_hand import by_hand
 from tests.support.engines import chain_of, evict_hbm, evict_memory, greedy, open_engine, settle, tokens
 from tests.support.faults import reads_that
-from tests.support.models import ARCHITECTURES_WITH_STATES, check_answer, network_of
+from tests.support.models import check_answer, network_of
 from tests.support.waiting import TIMEOUT_S
 
 BLOCK = 16
@@ -31,7 +31,7 @@ def opened(folder, hbm: str = "4MiB", **options: object) -> Engine:
     return open_engine(folder, hbm=hbm, dtype="float32", max_num_batched_tokens=48, **options)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES_WITH_STATES)
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "FalconH1", "Lfm2", "Zamba2"])
 def test_states_of_bfloat16_take_half_the_bytes(name, saved_model):
     with opened(saved_model(name), state_dtype="bfloat16") as engine:
         engine.generate([PROMPTS[0]], greedy(4))
@@ -47,14 +47,13 @@ def test_states_of_bfloat16_take_half_the_bytes(name, saved_model):
     assert spec.num_bytes == pytest.approx(2 * spec.stored.num_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5Text", "FalconH1"])
-def test_states_that_are_stored_in_another_dtype_are_others(name, saved_model, tmp_path):
-    limits = {"path": tmp_path, "cpu": "8MiB", "disk": "64MiB"}
-    with opened(saved_model(name), **limits, state_dtype="bfloat16") as engine:
+def test_states_that_are_stored_in_another_dtype_are_others(saved_model, tmp_path):
+    model, limits = saved_model("Qwen3_5Text"), {"path": tmp_path, "cpu": "8MiB", "disk": "64MiB"}
+    with opened(model, **limits, state_dtype="bfloat16") as engine:
         (made,) = engine.generate([PROMPTS[0]], greedy(40))
         history = PROMPTS[0] + made.token_ids + tokens(9, 4)
     for dtype, num_cached in (("bfloat16", (len(history) - 5) // BLOCK * BLOCK), ("auto", 0)):
-        with opened(saved_model(name), **limits, state_dtype=dtype) as engine:
+        with opened(model, **limits, state_dtype=dtype) as engine:
             (again,) = engine.generate([history], greedy(4))
         assert again.usage.cached_tokens_details.disk == again.usage.cached_tokens == num_cached
 
@@ -84,9 +83,7 @@ def replica(model: str, shared, path=None) -> Engine:
     return Engine(model, tiers, device="cpu", load="always", dtype="float32")
 
 
-@pytest.mark.parametrize(
-    ("family", "path"), [("Qwen3_5Text", None), ("Qwen3_5Text", "store"), ("Gemma3", None), ("GptOss", "store")]
-)
+@pytest.mark.parametrize(("family", "path"), [("Qwen3_5Text", "store"), ("Gemma3", None)])
 def test_another_replica_goes_on_with_the_state_that_is_shared(family, path, saved_model, shared, tmp_path):
     model, paths = saved_model(family), [None if path is None else tmp_path / f"{number}" for number in range(2)]
     with replica(model, shared, paths[0]) as engine:
@@ -101,8 +98,14 @@ def test_another_replica_goes_on_with_the_state_that_is_shared(family, path, sav
     assert again.usage.cached_tokens_details.remote >= (len(history) - 5) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("harm", ["removed", "damaged"])
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
+@pytest.mark.parametrize(
+    ("family", "harm", "shared"),
+    [
+        ("Qwen3_5Text", "removed", "redis"), ("Qwen3_5Text", "damaged", "objects"),
+        ("Gemma3", "removed", "objects"), ("Gemma3", "damaged", "redis"),
+    ],
+    indirect=["shared"],
+)  # fmt: skip
 def test_a_shared_state_that_is_lost_is_computed_and_a_deleted_conversation_leaves_none(
     family, harm, saved_model, shared
 ):
@@ -136,7 +139,7 @@ def test_a_shared_state_that_is_lost_is_computed_and_a_deleted_conversation_leav
         assert shared.names() == []
 
 
-@pytest.mark.parametrize(("family", "most"), [("Qwen3_5Text", 4), ("GptOss", 4 * 3 + 3 * 2), ("Gemma3", 4 * 3 + 3 * 2)])
+@pytest.mark.parametrize(("family", "most"), [("Qwen3_5Text", 4), ("Gemma3", 4 * 3 + 3 * 2)])
 def test_a_conversation_has_four_checkpoints_in_the_tiers_at_most(family, most, saved_model, tmp_path):
     """A window of 24 tokens lies in two blocks of 16, and one more is kept for splices; turns may end two blocks before
     the next one begins.
@@ -159,16 +162,6 @@ def test_a_conversation_has_four_checkpoints_in_the_tiers_at_most(family, most, 
 def test_a_model_whose_state_does_not_fit_below_hbm_is_refused(saved_model, tmp_path):
     with pytest.raises(ConfigError, match=r"cpu is 20\.0 KiB, but one state of this model needs"):
         opened(saved_model("Qwen3_5Text"), path=tmp_path, cpu="20KiB")
-
-
-def test_preempted_requests_go_on(saved_model):
-    network = network_of(saved_model("Qwen3_5Text"))
-    with opened(saved_model("Qwen3_5Text"), hbm="360KiB") as engine:
-        made = engine.generate(PROMPTS, greedy(170))
-        assert engine.loop.scheduler.roster.num_preemptions > 0
-        engine.check_integrity()
-    for asked, answer in zip(PROMPTS, made, strict=True):
-        check_answer(network, asked, answer.token_ids)
 
 
 def test_what_two_conversations_begin_with_is_computed_once(saved_model):
@@ -288,7 +281,7 @@ def test_each_choice_goes_on_from_its_own_checkpoint_though_hbm_has_blocks_that_
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3", "GptOss"])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
 def test_the_last_turn_is_answered_again_from_the_turn_before(family, saved_model, tmp_path):
     """Turns are shorter than a window, so that windows overlap."""
     own = {} if family == "Qwen3_5Text" else {"sliding_window": 100}
@@ -310,26 +303,26 @@ def test_a_request_goes_on_in_hbm_once_that_has_more_than_it_waits_for(family, s
     model, asked, read = saved_model(family, max_position_embeddings=1024), tokens(1, 100), threading.Event()
     options = {"path": tmp_path, "cpu": "16MiB", "disk": "64MiB", "hbm": "16MiB"}
     with opened(model, **options) as engine:
-        (first,) = engine.generate([asked], greedy(100))
+        (first,) = engine.generate([asked], greedy(30))
         engine.flush()
-    with opened(model, path=tmp_path / "other", cpu="16MiB", disk="64MiB", hbm="16MiB") as engine:
-        (longer,) = engine.generate([asked], greedy(160))
-    assert longer.token_ids[:100] == first.token_ids
+    with opened(model, hbm="16MiB") as engine:
+        (longer,) = engine.generate([asked], greedy(96))
+    assert longer.token_ids[:30] == first.token_ids
     with by_hand(opened(model, **options)) as engine, reads_that(lambda: read.wait(TIMEOUT_S)):
-        ahead = engine.submit(asked, greedy(160))
-        behind = engine.submit(asked + longer.token_ids[:150] + tokens(2, 5), greedy(4))
+        ahead = engine.submit(asked, greedy(96))
+        behind = engine.submit(asked + longer.token_ids[:86] + tokens(2, 5), greedy(4))
         try:
             while behind.output.finish_reason is None:
                 engine.step()
         finally:
             read.set()
         assert longer.token_ids[: len(ahead.output.token_ids)] == ahead.output.token_ids
-        assert behind.output.usage.cached_tokens >= 192, "though no read has ended"
+        assert behind.output.usage.cached_tokens >= 128, "though no read has ended"
 
 
 def test_a_pin_keeps_a_window_that_is_still_on_its_way_to_the_disk(saved_model, tmp_path):
     model = saved_model("Gemma3", max_position_embeddings=1024, sliding_window=100)
-    with opened(model, hbm="2MiB", path=tmp_path, cpu=0, disk="4MiB") as engine:
+    with opened(model, hbm="2MiB", path=tmp_path, cpu=0, disk="2MiB") as engine:
         store, asked = engine.connector.parts.store, tokens(1, 300)
         (made,) = engine.generate([asked], greedy(20))
         history = asked + made.token_ids
@@ -337,7 +330,7 @@ def test_a_pin_keeps_a_window_that_is_still_on_its_way_to_the_disk(saved_model, 
         with engine.connector.parts.lock:
             store.pin(chain, 3600.0, None, None)
         engine.flush()
-        for seed in range(100, 140):
+        for seed in range(100, 120):
             engine.generate([tokens(seed, 250)], greedy(4))
         engine.flush()
         evict_hbm(engine)

@@ -130,13 +130,13 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(shared, 
     assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
 
 
-def test_a_restart_that_fails_is_tried_again(shared, tmp_path, caplog):
+def test_a_restart_that_fails_is_tried_again(shared, caplog):
     """As where memory or descriptors are short for a while: here its weights are gone for a while."""
-    engine = shared.engine
-    shared.weights.rename(tmp_path / "elsewhere")
+    engine, away = shared.engine, shared.weights.with_name("away")
+    shared.weights.rename(away)
     os.kill(engine.core.pid, signal.SIGKILL)
     wait_until(lambda: "could not be started" in caplog.text, "a restart that fails")
-    (tmp_path / "elsewhere").rename(shared.weights)
+    away.rename(shared.weights)
     wait_until(lambda: engine.core.state == "running", "one that succeeds")
     assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from queue import Full, Queue
 
 import pytest
@@ -296,6 +297,13 @@ def test_a_process_that_takes_too_long_to_leave_is_killed(begun):
     os.kill(one.pid, signal.SIGSTOP)
     one.end(b"leave", 0.05)
     assert one.how == "signal 9"
+
+
+def test_nothing_of_the_configuration_is_in_the_list_of_processes(started_anew):
+    one = Child(Start(FOR_EVER_S, {"model": "secret"}))
+    shown = Path(f"/proc/{one.pid}/cmdline").read_bytes()
+    one.end(b"leave", 0.0)
+    assert shown.endswith(b"\0-m\0kvstore.engine.program\0the engine's process\0")
 
 
 def test_a_process_that_cannot_be_started_leaves_no_descriptor():

@@ -17,13 +17,14 @@ from kvstore.engine.sessions.misses import common_prefix
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.text.prompts import NO_OPTIONS
 from kvstore.policy.planner import LoadChoice, Way
-from tests.support.engines import evict_cpu, evict_hbm, greedy, open_engine, save_model, settle
+from tests.support.engines import evict_cpu, evict_hbm, greedy, open_engine, settle
 from tests.support.faults import before_each_load, constants, disk_that
 from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.shared_sessions import SECRET_TEXT
 from tests.support.tools import CLOCK, TOOLS, WEATHER
 from tests.support.waiting import wait_until
 
+MODEL = {"tokenizer": True}
 MUST = AnswerOptions(TOOLS, "required", parallel_tool_calls=False)
 LONG = "Tell me about the sea, and how far it is from here, and then about every river that ends in it."
 
@@ -224,9 +225,8 @@ def test_a_session_names_its_misses(builtin):
 
 
 @pytest.mark.parametrize("reuse", ["exact", "reencode"])
-def test_turns_that_made_room(reuse, tmp_path):
-    model = save_model(tmp_path / "model", tokenizer=True, max_position_embeddings=512)
-    with open_engine(model, tmp_path / "store") as engine:
+def test_turns_that_made_room(reuse, saved_model, tmp_path):
+    with open_engine(saved_model(**MODEL, max_position_embeddings=512), tmp_path / "store") as engine:
         chat = engine.chat("long", system="Be brief, and say only what you know for certain.", truncation_reuse=reuse)
         usages = [chat.send(f"{number}: {LONG}", greedy(30)).usage for number in range(12)]
         misses = [usage.miss for usage in usages if usage.miss is not None]
@@ -237,22 +237,16 @@ def test_turns_that_made_room(reuse, tmp_path):
             assert {(miss.cause, miss.role) for miss in misses} == {("truncation", "user")}
 
 
-def test_other_weights(tmp_path):
-    models = [save_model(tmp_path / name, tokenizer=True, seed=seed) for seed, name in enumerate(("one", "two"))]
-    with open_engine(models[0], tmp_path / "store") as engine:
+def test_other_weights(model, saved_model, tmp_path):
+    with open_engine(model, tmp_path / "store") as engine:
         engine.chat("ada").send(LONG, greedy(20))
-    with open_engine(models[1], tmp_path / "store") as engine:
+    with open_engine(saved_model(**MODEL, seed=1), tmp_path / "store") as engine:
         chat = engine.chat("ada")
         miss_of(chat.send("Go on.", greedy(20)), "weights")
         assert chat.send("And now?", greedy(20)).usage.miss is None
 
 
 # -- what the tiers have lost ------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), tokenizer=True)
-
-
 def begun(engine, session_id="ada"):
     """A session with a turn of several blocks."""
     chat = engine.chat(session_id)

@@ -80,7 +80,7 @@ def params_of(random_: random.Random, free: str) -> SamplingParams:
 def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
     random_ = random.Random(f"ids {system}")
     template, num_odd = builtin.chats.language.template, 0
-    for number in range(6):
+    for number in range(4):
         tenant = f"t{number}{system}"
         recall, chat = Recall(builtin.chats), builtin.chat(f"chat-{number}", tenant, system=system or None)
         messages = [{"role": "system", "content": system}] if system else []
@@ -95,7 +95,7 @@ def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
                 assert prompt == out.prompt_token_ids and prompt[: len(known)] == known
             recall.note(tenant, "", messages, out)
             messages.append(assistant(out.text))
-    assert num_odd > 5  # else the text alone would have done
+    assert num_odd > 3  # else the text alone would have done
 
 
 def test_every_choice_is_known_and_a_client_may_go_back_to_another(builtin):
@@ -328,7 +328,7 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
     """Drops, edits, goes back, repeats; the service forgets."""
     template, bias = engine.chats.language.template, no_controls(engine)
     num_odd = 0
-    for seed in range(4):
+    for seed in range(2):
         random_, recall = random.Random(seed), Recall(engine.chats)
         clients = [Client(engine, recall, random_.choice(["", "Be brief."]), f"tenant-{n % 2}") for n in range(3)]
         for step in range(30):
@@ -353,7 +353,7 @@ def test_whatever_a_client_does_the_model_reads_what_the_template_says(engine):
             assert out.usage.cached_tokens_details.reencoded == 0
             if sum(len(message["content"]) for message in client.messages) > 900:
                 client.drop(3)
-    assert num_odd > 50
+    assert num_odd > 25
 
 
 # -- memory and threads ------------------------------------------------------------------------------------------------

