@@ -90,6 +90,12 @@ def chat(server: Serving, message: str, session_id: str | None = None, **body: A
     return reply.json()
 
 
+def stopped(server: Serving, stream: Stream, session_id: str) -> list[Any]:
+    """The events of a stream of this session that are left, which is stopped so that they are few."""
+    assert server.post(f"/sessions/{session_id}/stop").status == 200
+    return stream.rest()
+
+
 def num_turns(server: Serving, session_id: str) -> int:
     return server.get(f"/sessions/{session_id}").json()["turns"]
 
