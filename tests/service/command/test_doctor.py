@@ -92,7 +92,7 @@ def host():
 
     def start(name, cached, details=None, metrics=""):
         made.append(Host(name, cached, details or {}, metrics))
-        threading.Thread(target=made[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=made[-1].serve_forever, args=(0.01,), daemon=True).start()
         return made[-1], ["doctor", "--url", f"http://127.0.0.1:{made[-1].server_port}"]
 
     with constants(doctor, SETTLE_S=0.0):
