@@ -1,12 +1,12 @@
 """What axe-core finds in each view of the chat page, light and dark, on a desktop and a phone: nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.service.browser import DESKTOP, PHONE, Tabs
-from tests.support.service.serving import Serving, serving
+from tests.support.service.browser import DESKTOP, PHONE, Tabs, say
+from tests.support.service.serving import Serving
 from tests.support.waiting import wait_until
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
@@ -32,12 +32,6 @@ HISTORY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
 def findings(page: Any, rules: Any = RULES) -> list[str]:
     """Of axe-core: rule, what it means, and the elements."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -56,8 +50,7 @@ def conversation(page: Any, server: Serving) -> None:
 
 
 def versions(page: Any, server: Serving) -> None:
-    page.fill("#message", "Hello.")
-    page.press("#message", "Enter")
+    say(page, "Hello.")
     page.locator(".again").click()
     page.locator(".versions").wait_for()
     page.locator(".edit").click()

@@ -1,28 +1,20 @@
 """The chat page for daily use: versions of a turn, settings, titles, files, programs' sessions, the keyboard."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.service.browser import PHONE, Tabs
-from tests.support.service.serving import Serving, serving
+from tests.support.service.browser import PHONE, Tabs, say
+from tests.support.service.serving import Serving
 from tests.support.service.talking import chat, without_ids
 
 SAID = ".question .text"
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
 def said(page: Any, text: str, number: int = 1) -> Any:
-    page.fill("#message", text)
-    page.press("#message", "Enter")
+    say(page, text)
     turn = page.locator(f".turn:nth-of-type({number})")
     turn.locator(".meter").wait_for()
     page.locator("#sessions [aria-current]").wait_for()
@@ -320,8 +312,7 @@ def test_lines_are_of_a_readable_width(page: Any) -> None:
 
 def test_on_a_phone_the_numbers_of_a_turn_are_folded(server: Serving, tabs: Tabs) -> None:
     page = tabs.open(server.url, PHONE)
-    page.fill("#message", "Hello.")
-    page.press("#message", "Enter")
+    say(page, "Hello.")
     page.locator(".meter").wait_for()
     counts = page.locator(".meter .counts")
     assert page.locator(".meter .bar").is_visible() and not counts.is_visible()

@@ -3,11 +3,9 @@
 import openai
 import pytest
 
-from tests.support.service.serving import KEY
-
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as one:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key or "none", max_retries=0, timeout=60) as one:
         yield one
     server.wait_until_idle()
