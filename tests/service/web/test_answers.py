@@ -4,8 +4,6 @@ import json
 from hashlib import sha256
 from typing import Any
 
-import pytest
-
 from kvstore.service.api.page import WEB
 from tests.support.service.browser import PHONE, Tabs, answer_with, say
 from tests.support.service.serving import Serving
@@ -97,7 +95,7 @@ def test_a_history_that_was_brought_along_is_shown_message_by_message(server: Se
 
 
 # -- Markdown --------------------------------------------------------------------------------------------------------
-def test_an_answer_s_markdown_is_rendered(server: Serving, tabs: Tabs) -> None:
+def test_an_answer_s_markdown_is_rendered_and_its_code_coloured(server: Serving, tabs: Tabs) -> None:
     page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
     answer = page.locator(".turn .answer .text").first
     assert answer.locator("h4").inner_text() == "Steps"
@@ -112,6 +110,9 @@ def test_an_answer_s_markdown_is_rendered(server: Serving, tabs: Tabs) -> None:
     assert "noopener" in link.get_attribute("rel")
     assert answer.locator("a").last.inner_text() == "a picture"  # which nobody fetches
     assert answer.locator("blockquote").inner_text() == "quoted"
+    code = answer.locator("pre code")
+    assert code.locator(".hljs-keyword").first.inner_text() == "def"
+    assert code.locator(".hljs-string").all_inner_texts() == ['"<b>"']
 
 
 def test_wide_code_and_tables_scroll_by_themselves(server: Serving, tabs: Tabs) -> None:
@@ -194,13 +195,13 @@ STREAM = """async ([pieces, each]) => {
 }"""
 
 
-@pytest.mark.parametrize("size", [1, 3, 50])
-def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(size: int, page: Any) -> None:
-    pieces = [RICH[start : start + size] for start in range(0, len(RICH), size)]
-    found = page.evaluate(STREAM, [pieces, max(1, 8 // size)])
-    assert found["ended"] == found["whole"]
-    assert found["drawn"].strip() == found["whole"].strip()  # before the end, too: nothing jumps
-    assert found["isFirstKept"]
+def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(page: Any) -> None:
+    for size in (1, 3, 50):
+        pieces = [RICH[start : start + size] for start in range(0, len(RICH), size)]
+        found = page.evaluate(STREAM, [pieces, max(1, 8 // size)])
+        assert found["ended"] == found["whole"], size
+        assert found["drawn"].strip() == found["whole"].strip(), size  # before the end, too: nothing jumps
+        assert found["isFirstKept"], size
 
 
 def test_a_long_answer_is_drawn_block_by_block_and_once_a_frame(page: Any) -> None:
@@ -253,13 +254,6 @@ def test_formulas_that_mean_harm_do_none(server: Serving, tabs: Tabs) -> None:
     assert answer.locator("a, img, script").count() == 0
     assert answer.bounding_box()["height"] < 5000
     fonts_of(page, server)
-
-
-def test_code_has_the_colours_of_its_language(server: Serving, tabs: Tabs) -> None:
-    page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
-    code = page.locator(".code code").first
-    assert code.locator(".hljs-keyword").first.inner_text() == "def"
-    assert code.locator(".hljs-string").all_inner_texts() == ['"<b>"']
 
 
 WEATHER = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lisbon"}'}}

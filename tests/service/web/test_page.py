@@ -48,7 +48,7 @@ def fits(page: Any) -> bool:
 
 
 # -- a conversation --------------------------------------------------------------------------------------------------
-def test_two_turns_show_their_bars_and_a_reload_shows_them_again(page: Any) -> None:
+def test_two_turns_show_what_the_service_stored_of_them_also_after_a_reload(server: Serving, page: Any) -> None:
     first = send(page, "My dog is called Biscuit. I live in Lisbon, and my door code is 4719.")
     assert first.locator(".answer .text").inner_text().strip()
     second = send(page, "What is my dog called?")
@@ -68,26 +68,14 @@ def test_two_turns_show_their_bars_and_a_reload_shows_them_again(page: Any) -> N
     assert [bar.get_attribute("aria-label") for bar in page.locator(".turn .bar").all()] == bars
     page.locator("#sessions [aria-current]").wait_for()
 
-
-def test_the_page_shows_what_the_service_stored(server: Serving, page: Any) -> None:
-    turn = send(page, "Where did the tokens come from?")
     session = server.get(f"/sessions/{page.url.partition('#')[2]}").json()
-    stored = session["turns_data"][0]
+    stored, turn = session["turns_data"][1], page.locator(".turn:nth-child(2)")
     assert turn.locator(".answer .text").inner_text().strip() == stored["messages"][-1]["content"].strip()
-    label = turn.locator(".bar").get_attribute("aria-label")
     details = stored["usage"]["prompt_tokens_details"]["cached_tokens_details"]
     numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", label.partition(". First")[0])]
     prompt = stored["usage"]["prompt_tokens"]
     by_tier = [details[tier] for tier in ("hbm", "cpu", "disk", "reencoded")]
     assert numbers == [prompt, *by_tier, prompt - sum(by_tier)]
-
-
-def test_the_welcome_stands_above_no_conversation(page: Any) -> None:
-    page.locator(".empty").wait_for()
-    send(page, "Hello")
-    assert page.locator(".empty").count() == 0
-    page.click("#new-chat")
-    page.locator(".empty").wait_for()
 
 
 def test_shift_enter_starts_a_line_and_enter_sends(page: Any) -> None:
@@ -350,11 +338,14 @@ def test_typing_in_a_conversation_prefetches_it_once(page: Any) -> None:
     assert len(asked) == 1
 
 
-def test_a_draft_waits_for_its_conversation(page: Any) -> None:
+def test_a_draft_waits_for_its_conversation_and_the_welcome_stands_above_none(page: Any) -> None:
+    page.locator(".empty").wait_for()
     send(page, "Hello")
+    assert page.locator(".empty").count() == 0
     chosen = page.locator(f'[data-id="{page.url.partition("#")[2]}"] .choose')
     page.fill("#message", "not sent yet")
     page.click("#new-chat")
+    page.locator(".empty").wait_for()
     assert page.input_value("#message") == ""
     chosen.click()
     page.locator(".meter").wait_for()

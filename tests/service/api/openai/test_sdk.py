@@ -6,15 +6,10 @@ import pytest
 
 from tests.support.service.serving import KEY, server_fixture, serving
 from tests.support.service.talking import TALKING_ROUTES, talking_body
+from tests.support.tools import said
 
 MODEL = "kvstore-builtin"
-
-
 server = server_fixture(api_key=KEY)
-
-
-def said(text):
-    return [{"role": "user", "content": text}]
 
 
 def ask(client, messages, **more):

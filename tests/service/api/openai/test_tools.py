@@ -13,11 +13,10 @@ import pytest
 
 from kvstore.service.api.asking import LOGGER
 from tests.support.service.serving import KEY, server_fixture
-from tests.support.tools import PERSON, TOOLS, is_weather, reordered
+from tests.support.tools import FLAT, PERSON, TOOLS, is_weather, reordered, said
 
 MODEL = "kvstore-builtin"
 ASKED = [{"role": "user", "content": "What is the weather in Rome?"}]
-FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 class Person(pydantic.BaseModel):
@@ -34,10 +33,6 @@ def ask(client, messages=ASKED, **more):
 
 def must_call(client, messages=ASKED, **more):
     return ask(client, messages, **{"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **more})
-
-
-def said(text):
-    return [{"role": "user", "content": text}]
 
 
 def rounds(answer, content="Sunny.", change=lambda arguments: arguments):
