@@ -10,7 +10,7 @@ import pytest
 from kvstore.service.command import doctor
 from tests.support.faults import constants
 from tests.support.redis_server import free_port
-from tests.support.service.server_process import launch, launched, run_command
+from tests.support.service.server_process import launched, run_command
 from tests.support.service.serving import KEY
 from tests.support.waiting import wait_until
 
@@ -21,17 +21,14 @@ MODEL = {"name": "Qwen3_5Text", "tokenizer": True, "max_position_embeddings": 10
 def test_our_own_server_is_killed_and_the_conversation_comes_back_unless_its_store_is_lost(model, tmp_path, is_lost):
     store, killed, port = tmp_path / "store", tmp_path / "killed", free_port()
     flags = (model, "--port", str(port))
-
-    def start_again():
-        wait_until(killed.exists, "the command has run")
-        return launch(store, *flags)
-
     with launched(store, *flags) as server, ThreadPoolExecutor(1) as pool:
-        again = pool.submit(start_again)
         command = f"kill -9 {server.process.pid}; {f'rm -r {store};' if is_lost else ''} touch {killed}"
         asked = ("doctor", "--url", f"http://127.0.0.1:{port}", "--restart-command", command, "--json")
-        done = run_command(*asked, KVSTORE_API_KEY=KEY)
-        again.result().kill()
+        running = pool.submit(run_command, *asked, KVSTORE_API_KEY=KEY)
+        wait_until(lambda: killed.exists() or running.done(), "the command has run")
+        assert killed.exists(), running.result()
+        with launched(store, *flags):
+            done = running.result()
     found = json.loads(done.stdout)
     assert found["host"] == "kvstore" and "restarting" in done.stderr
     if is_lost:
