@@ -2,11 +2,11 @@
 
 from contextlib import contextmanager
 
-import anthropic
 import pytest
 
 from tests.support.engines import chain_of
 from tests.support.faults import before_each_step
+from tests.support.service.packages import anthropic_client
 from tests.support.service.serving import KEY, serving
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 4096}
@@ -44,13 +44,9 @@ def server(served):
     served.wait_until_idle()
 
 
-def client_of(server):
-    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
-
-
 @pytest.fixture
 def client(server):
-    with client_of(server) as one:
+    with anthropic_client(server) as one:
         yield one
 
 
@@ -132,7 +128,7 @@ def test_a_client_that_sends_its_whole_history_hits_between_steps(client):
 def test_after_a_restart_the_same_is_cleared_and_hit(model, tmp_path):
     history, applied, usages = history_of(NUM_TURNS - 2), [], []
     for _ in range(2):
-        with server_on(model, tmp_path) as server, client_of(server) as client:
+        with server_on(model, tmp_path) as server, anthropic_client(server) as client:
             message = anthropics(client, history, ALL)
             applied.append(message.context_management.applied_edits)
             usages.append(message.usage.model_dump())

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.engines import chain_of
 from tests.support.faults import before_each_step
+from tests.support.service.packages import anthropic_client
 from tests.support.service.serving import KEY, server_fixture, serving
 from tests.support.service.talking import WRONG, Stream
 from tests.support.thinking import THINKING, THOUGHT, as_asked
@@ -26,7 +27,7 @@ server = server_fixture(TIERS, api_key=KEY)
 
 @pytest.fixture
 def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as one:
+    with anthropic_client(server) as one:
         yield one
     server.wait_until_idle()
 
