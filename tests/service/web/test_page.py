@@ -312,9 +312,10 @@ def test_pins_are_the_server_s(server: Serving, page: Any) -> None:
 
 
 def test_the_list_goes_on_page_by_page(server: Serving, tabs: Tabs) -> None:
+    history = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
     for number in range(32):
-        session_id = server.post("/chat", {"message": f"Number {number}", "max_tokens": 1}).json()["session_id"]
-        assert server.post(f"/sessions/{session_id}/label", {"personal": True}).status == 200
+        made = {"messages": history, "title": f"Number {number}", "personal": True}
+        assert server.post("/sessions", made).status == 200
     page = tabs.open(server.url)
     rows = page.locator("#sessions li")
     page.locator("#more-sessions").wait_for()
