@@ -79,7 +79,7 @@ def test_a_server_that_is_killed_keeps_what_was_acknowledged(store):
     wait_until(lambda: read_lock_info(store) is None, "the end of its last thread, which holds the locks")
     verify(store)
     ours, theirs = pty.openpty()
-    in_terminal = (sys.executable, "-m", "tests.children.in_terminal", os.ttyname(theirs))
+    in_terminal = (sys.executable, "-m", "tests.children.within", "terminal", os.ttyname(theirs))
 
     def hang_up_twice(server: ServerProcess) -> None:
         os.close(ours)

@@ -235,15 +235,10 @@ def test_other_versions_of_http_are_refused(server, line):
             assert read_answer(raw).status == 200
 
 
-def limited(soft: int, hard: int):
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def serve(tmp_path: Path, soft: int, hard: int, *flags: str) -> subprocess.Popen:
-    command = [*COMMAND, "serve", "--port", "0", "--store", str(tmp_path / "store"), "--device", "cpu", *flags]
-    return subprocess.Popen(
-        command, env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=limited(soft, hard)
-    )
+    limits = (sys.executable, "-m", "tests.children.within", "files", f"{soft},{hard}")
+    serves = (*COMMAND, "serve", "--port", "0", "--store", str(tmp_path / "store"), "--device", "cpu", *flags)
+    return subprocess.Popen([*limits, *serves], env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_soft_limit_is_raised_to_what_is_needed(tmp_path):
