@@ -91,7 +91,9 @@ def chat(server: Serving, message: str, session_id: str | None = None, **body: A
 
 
 def stopped(server: Serving, stream: Stream, session_id: str) -> list[Any]:
-    """The events of a stream of this session that are left, which is stopped so that they are few."""
+    """The events of a turn that are left, which is stopped so that they are few, once it has said something to keep."""
+    while not stream.next()["delta"].get("content"):
+        pass
     assert server.post(f"/sessions/{session_id}/stop").status == 200
     return stream.rest()
 
