@@ -105,9 +105,8 @@ def own_logging() -> Iterator[None]:
 @pytest.fixture
 def started_anew() -> Iterator[None]:
     """What this test starts is started as for a user, not forked."""
-    forker, forked.Forked.forker = forked.Forked.forker, None
-    yield
-    forked.Forked.forker = forker
+    with forked.anew():
+        yield
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,10 +8,11 @@ import os
 import pty
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvstore.engine.sessions.chat import ChatSession
 from kvstore.service.app import ROUTES
 from kvstore.sessions.store import open_sessions
 from tests.support.engines import greedy
+from tests.support.forked import anew
 from tests.support.service.clients import Clients
 from tests.support.service.server_process import ServerProcess, launched, run_command, verify
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
@@ -36,7 +38,6 @@ HYBRIDS = ("Qwen3_5Text", "GraniteMoeHybrid", "Lfm2", "FalconH1", "NemotronH", "
 BLOCK = 16
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SOON = ("--shutdown-timeout", "0.1")
-WITH_SIGHUP = ("env", "--default-signal=HUP")  # also where the tests were started with it ignored
 HELLO = "Hello, I am {}, and my dog is called Rex. What is the name of my dog? And what is my name?"
 MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
 REQUEST_S = 6.0
@@ -78,14 +79,14 @@ def test_a_server_that_is_killed_keeps_what_was_acknowledged(store):
     wait_until(lambda: read_lock_info(store) is None, "the end of its last thread, which holds the locks")
     verify(store)
     ours, theirs = pty.openpty()
-    in_terminal = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
+    in_terminal = (sys.executable, "-m", "tests.children.within", "terminal", os.ttyname(theirs))
 
     def hang_up_twice(server: ServerProcess) -> None:
         os.close(ours)
         wait_until(lambda: '"stopping"' in server.log.read_text(), "it ends")
         server.process.send_signal(signal.SIGHUP)
 
-    with launched(store, *SOON, within=(*WITH_SIGHUP, *in_terminal)) as server:
+    with launched(store, *SOON, within=in_terminal) as server:
         os.close(theirs)
         clients.check(server)
         num_sessions = server.admin("GET", "/admin/stats").json()["sessions"]["sessions"]
@@ -100,9 +101,18 @@ def test_a_server_that_is_killed_while_it_forgets_has_the_old_transcript_or_the_
     """At any moment from the request on; an edit that was acknowledged stays one before its first turn."""
     rng, text = random.Random(3), "A secret matter."
     edits = {"edits": [{"type": "remove", "index": 0}, {"type": "remove", "index": 1}], "reuse": "forget"}
-    outcomes = set[bool]()
-    for number in range(3):
+    outcomes, session_id = set[bool](), ""
+    for number in range(4):
         with launched(store) as server:
+            if number:
+                said = [one["content"] for one in server.get(f"/sessions/{session_id}").json()["messages"]]
+                outcomes.add(text in said)
+                assert said[-2] == "Another one." and len(said) == (4 if text in said else 2)
+                assert chat(server, "And now?", session_id, **GREEDY)["turn"] == (3 if text in said else 4)
+                wait_until(partial(has_forgotten, server), "the deletion is carried out")
+                assert server.request("DELETE", f"/sessions/{session_id}").status == 200
+            if number == 3:
+                break
             session_id = chat(server, text, **GREEDY)["session_id"]
             chat(server, "Another one.", session_id, **GREEDY)
             server.flush()
@@ -111,13 +121,6 @@ def test_a_server_that_is_killed_while_it_forgets_has_the_old_transcript_or_the_
             asking.join(rng.random() / 50 if number < 2 else None)
             server.kill()
             asking.join()
-        with launched(store) as server:
-            said = [one["content"] for one in server.get(f"/sessions/{session_id}").json()["messages"]]
-            outcomes.add(text in said)
-            assert said[-2] == "Another one." and len(said) == (4 if text in said else 2)
-            assert chat(server, "And now?", session_id, **GREEDY)["turn"] == (3 if text in said else 4)
-            wait_until(partial(has_forgotten, server), "the deletion is carried out")
-            assert server.request("DELETE", f"/sessions/{session_id}").status == 200
         wait_until(lambda: read_lock_info(store) is None, "the end of its last thread, which holds the locks")
         verify(store)
     assert False in outcomes
@@ -273,9 +276,11 @@ def begin(server: ServerProcess, session_id: str) -> Stream:
     return stream
 
 
-def test_one_of_two_engines_is_killed_while_both_answer(started_anew, tmp_path):
+def test_one_of_two_engines_is_killed_while_both_answer(tmp_path):
     store = tmp_path / "store"
-    with launched(store, "--data-parallel-size", "2") as server:
+    with ExitStack() as opened:
+        with anew():
+            server = opened.enter_context(launched(store, "--data-parallel-size", "2"))
         assert len(server.cores) == 2
         sessions = [chat(server, HELLO.format(name))["session_id"] for name in ("Anna", "Bob")]
         server.flush()

@@ -176,8 +176,7 @@ def test_a_server_of_another_fleet_is_not_let_in(pair, monkeypatch):
 
 
 # -- models that keep states -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["redis", "objects"])
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "GptOss"])
+@pytest.mark.parametrize(("family", "kind"), [("Qwen3_5Text", "objects"), ("GptOss", "redis")])
 def test_a_state_comes_from_the_other_server_too(family, kind, saved_model, redis, secret, tmp_path):
     model = saved_model(family, tokenizer=True, max_position_embeddings=1024)
     url = redis.url if kind == "redis" else Directory(tmp_path / "objects").url

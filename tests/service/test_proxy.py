@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.service.api.metrics import metrics_page
+from tests.support.by_hand import crawling
 from tests.support.faults import before_each_step
 from tests.support.redis_server import free_port
 from tests.support.service.browser import Tabs
@@ -179,10 +180,11 @@ def test_requests_go_to_the_other_server_while_one_is_drained(server: Serving, t
         servers = BALANCED.format(first=drained.server.port, second=other, port=port, common=COMMON)
         with nginx(tmp_path, servers, port):
             proxied = through(server, port)
-            running = Stream(drained, "/chat", {"message": "Count.", **LONG})
-            assert isinstance(running.next(), dict)
-            assert drained.request("POST", "/admin/drain", {}, ADMIN).json() == {"draining": True, "running": 1}
-            for _ in range(4):
-                assert proxied.post("/chat", {"message": "Hello", **SHORT}).status == 200
+            with crawling(drained.engine):
+                running = Stream(drained, "/chat", {"message": "Count.", **LONG, "max_tokens": 60})
+                assert isinstance(running.next(), dict)
+                assert drained.request("POST", "/admin/drain", {}, ADMIN).json() == {"draining": True, "running": 1}
+                for _ in range(4):
+                    assert proxied.post("/chat", {"message": "Hello", **SHORT}).status == 200
             assert running.rest()[-1] == "[DONE]"
         assert metrics_page(drained.context.metrics, {}).count(b'status="503"') >= 1

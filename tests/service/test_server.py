@@ -24,7 +24,7 @@ from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.server_process import launched
 from tests.support.service.serving import Plain, raw_request, read_answer, serving
-from tests.support.service.talking import LONG, Stream
+from tests.support.service.talking import LONG, Stream, stopped
 from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -284,12 +284,12 @@ def test_keys_come_and_go_while_streams_run_and_systemd_hears_of_its_begin_and_i
         assert manager.recv(100) == b"READY=1"
         of_anna, of_bert, of_clara = (replace(server, key=f"key-of-{name}") for name in ("anna", "bert", "clara"))
         answers = [Stream(one, "/chat", {"message": "Count.", **LONG}) for one in (of_anna, of_bert)]
-        assert all(isinstance(answer.next(), dict) for answer in answers)
+        first = [answer.next() for answer in answers]
         assert of_clara.get("/sessions").status == 401
         change("bert:key-of-bert\nclara:key-of-clara\n", '"keys read again"')
         *_, error, done = answers[0].rest()
         assert (error["error"]["code"], done) == ("invalid_api_key", "[DONE]")
-        *events, done = answers[1].rest()
+        *events, done = stopped(of_bert, answers[1], first[1]["session_id"])
         assert done == "[DONE]" and not any("error" in event for event in events)
         assert [one.get("/sessions").status for one in (of_anna, of_bert, of_clara)] == [401, 200, 200]
         change("bert:short\n", "printable ASCII characters without spaces; the keys of before stay")

@@ -12,7 +12,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.service.clients import Progress, SessionClient, turns_of
 from tests.support.service.server_process import ServerProcess, launch, run_command
 from tests.support.service.serving import Reply
-from tests.support.service.talking import LONG, SHORT, Stream, chat
+from tests.support.service.talking import LONG, SHORT, Stream, chat, stopped
 from tests.support.shared_sessions import DURABLE, answers_without_a_store, secret_file
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -67,7 +67,7 @@ def test_of_two_turns_at_once_one_is_busy(fleet):
     reply = other.post("/chat", {"message": "Me first.", "session_id": session_id, **SHORT})
     assert refused(reply) == (409, "session_busy")
     assert 0 < int(reply.headers["retry-after"]) <= 10 and "x-should-retry" not in reply.headers
-    assert stream.rest()[-2]["finish_reason"] == "length"
+    assert stopped(one, stream, session_id)[-2]["finish_reason"] == "abort"
     assert chat(other, "And now?", session_id)["turn"] == 3
 
 
@@ -77,7 +77,7 @@ def test_a_name_of_the_client_s_is_one_session_on_both_also_once_it_was_deleted(
     stream = Stream(one, "/chat", {"message": "Hello.", **named, **LONG})
     stream.next()
     assert refused(other.post("/chat", {"message": "Me first.", **named, **SHORT})) == (409, "session_busy")
-    stream.rest()
+    stopped(one, stream, "ada")
     assert chat(other, "And now?", **named)["turn"] == 2
     assert other.request("DELETE", "/sessions/ada").status == 200
     assert [chat(server, "Hello.", **named)["turn"] for server in fleet.servers] == [1, 2]
@@ -114,7 +114,7 @@ def test_an_edit_on_one_server_holds_on_the_other(fleet):
 def test_without_redis_turns_are_refused_in_time_and_nothing_is_acknowledged(fleet):
     one, other = fleet.servers
     session_id = chat(one, "Hello.")["session_id"]
-    stream = Stream(one, "/chat", {"message": "Go on.", "session_id": session_id, **LONG})
+    stream = Stream(one, "/chat", {"message": "Go on.", "session_id": session_id, **LONG, "max_tokens": 400})
     stream.next()
     fleet.redis.pause()
     events = [event for event in stream.rest() if isinstance(event, dict)]

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +78,16 @@ def ask(forker: socket.socket) -> None:
     """From now on who holds this socket's other end is asked for programs."""
     Forked.forker = forker
     subprocess.Popen = Forked
+
+
+@contextmanager
+def anew() -> Iterator[None]:
+    """What is started in here is started as for a user, not forked."""
+    forker, Forked.forker = Forked.forker, None
+    try:
+        yield
+    finally:
+        Forked.forker = forker
 
 
 def start_forker() -> None:

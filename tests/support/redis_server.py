@@ -18,6 +18,7 @@ from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient
 from kvstore.sessions.shared.address import SessionAddress
 from kvstore.sessions.shared.connection import RefusedReply, SessionConnection
+from tests.support.service.certificates import make_certificate
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 PORTS = range(10_000, 32_000)  # below those that the kernel gives to whoever wants just any
@@ -163,14 +164,8 @@ class SentinelServer(RedisServer):
 
 def certificate(folder: Path) -> tuple[str, str]:
     """For 127.0.0.1, signed by itself."""
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
-        capture_output=True,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    return cert, key
+    cert, key = make_certificate(folder)
+    return str(cert), str(key)
 
 
 @contextmanager

@@ -25,11 +25,21 @@ CLOCK: dict[str, Any] = {
     },
 }  # fmt: skip
 TOOLS = [WEATHER, CLOCK]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as /v1/responses has them
+OURS = [  # as /v1/messages has them
+    {"name": tool["function"]["name"], "description": "A tool.", "input_schema": tool["function"]["parameters"]}
+    for tool in TOOLS
+]
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["name", "age"], "additionalProperties": False,
 }  # fmt: skip
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    """A history of one question."""
+    return [{"role": "user", "content": text}]
 
 
 def is_weather(arguments: str) -> bool:

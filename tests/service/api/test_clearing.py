@@ -1,37 +1,41 @@
 """`context_management` on the routes that have it: what a growing conversation hits, and what its answers tell."""
 
-import anthropic
+from contextlib import contextmanager
+
 import pytest
 
-from tests.support.engines import chain_of, save_model
+from tests.support.engines import chain_of
 from tests.support.faults import before_each_step
+from tests.support.service.packages import anthropic_client
 from tests.support.service.serving import KEY, serving
-from tests.support.tools import TOOLS
 
-RESULT = "Sunny, with some wind from the west, and rain at night. " * 12
+MODEL = {"tokenizer": True, "max_position_embeddings": 4096}
+RESULT = "Sunny, with some wind from the west, and rain at night. " * 16
 TOOL_USES, THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
-EDIT = {"type": TOOL_USES, "trigger": {"type": "input_tokens", "value": 900}, "keep": {"type": "tool_uses", "value": 2}}
+EDIT = {"type": TOOL_USES, "trigger": {"type": "input_tokens", "value": 300}, "keep": {"type": "tool_uses", "value": 1}}
+ALL = {"edits": [{**EDIT, "keep": {"type": "tool_uses", "value": 0}}]}
 WANTED = {"edits": [EDIT]}
-OURS = [
-    {"name": tool["function"]["name"], "description": "A tool.", "input_schema": tool["function"]["parameters"]}
-    for tool in TOOLS
-]
-FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": SCHEMA}}]
+OURS = [{"name": "sky", "input_schema": SCHEMA}]
+FLAT = [{"type": "function", "name": "sky", "parameters": SCHEMA}]
 ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
 MUST = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 120, "seed": 3}
-NUM_TURNS = 12
+NUM_TURNS = 8  # the seventh clears
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=4096)
+@contextmanager
+def server_on(model, folder):
+    tiers = {"hbm": "16MiB", "cpu": "16MiB", "disk": "256MiB", "path": folder / "store"}
+    with serving(model, engine={"cache_tiers": tiers, "load": "always"}, api_key=KEY) as server:
+        yield server
+        server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
 def served(model, tmp_path_factory):
-    tiers = {"hbm": "16MiB", "cpu": "16MiB", "disk": "256MiB", "path": tmp_path_factory.mktemp("kv") / "store"}
-    with serving(model, engine={"cache_tiers": tiers, "load": "always"}, api_key=KEY) as one:
-        yield one
+    with server_on(model, tmp_path_factory.mktemp("kv")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def server(served):
 
 @pytest.fixture
 def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as one:
+    with anthropic_client(server) as one:
         yield one
 
 
@@ -88,6 +92,16 @@ def result_for(message):
     return [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
 
 
+def history_of(num_uses):
+    """What a client has once so many calls were answered."""
+    history = [{"role": "user", "content": "How is the weather?"}]
+    for number in range(num_uses):
+        use = {"type": "tool_use", "id": f"toolu_{number}", "name": "sky", "input": {"a": 1}}
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": RESULT}
+        history += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    return history
+
+
 # -- /v1/messages ------------------------------------------------------------------------------------------------------
 def test_a_client_that_sends_its_whole_history_hits_between_steps(client):
     history, usages, applied, told = [{"role": "user", "content": "How is the weather?"}], [], [], []
@@ -98,7 +112,7 @@ def test_a_client_that_sends_its_whole_history_hits_between_steps(client):
         applied.append(num_cleared([one.model_dump() for one in message.context_management.applied_edits]))
         history += result_for(message)
     steps = check_steps(usages, applied)
-    assert applied[0] == 0 and applied[-1] <= NUM_TURNS - 1 - 2
+    assert applied[0] == 0 and applied[-1] <= NUM_TURNS - 1 - 1
     assert [usage.get("miss", {}).get("cause") for usage in usages] == [
         "edit" if turn in steps else None for turn in range(NUM_TURNS)
     ]
@@ -112,31 +126,23 @@ def test_a_client_that_sends_its_whole_history_hits_between_steps(client):
 
 
 def test_after_a_restart_the_same_is_cleared_and_hit(model, tmp_path):
-    tiers = {"hbm": "16MiB", "cpu": "16MiB", "disk": "256MiB", "path": tmp_path / "store"}
-    wanted = {"edits": [{**EDIT, "keep": {"type": "tool_uses", "value": 0}}]}
-    history, applied, usages = [{"role": "user", "content": "How is the weather?"}], [], []
-    for num_turns in (9, 1):
-        with serving(model, engine={"cache_tiers": tiers, "load": "always"}, api_key=KEY) as server:
-            with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as client:
-                for _ in range(num_turns):
-                    message = anthropics(client, history, wanted)
-                    applied.append(message.context_management.applied_edits)
-                    usages.append(message.usage.model_dump())
-                    history += result_for(message)
-            server.wait_until_idle()
-    assert applied[-1] == applied[-2] != [], "no step since"
-    assert tokens(usages[-1])[1] >= tokens(usages[-2])[0] // 16 * 16
+    history, applied, usages = history_of(NUM_TURNS - 2), [], []
+    for _ in range(2):
+        with server_on(model, tmp_path) as server, anthropic_client(server) as client:
+            message = anthropics(client, history, ALL)
+            applied.append(message.context_management.applied_edits)
+            usages.append(message.usage.model_dump())
+            history += result_for(message)
+    assert applied[1] == applied[0] != [], "no step since"
+    assert tokens(usages[1])[1] >= tokens(usages[0])[0] // 16 * 16
 
 
 def test_a_stream_tells_it_with_its_last_delta(client):
-    history = [{"role": "user", "content": "How is the weather?"}]
-    for _ in range(9):
-        history += result_for(anthropics(client, history))
-    wanted = {"edits": [{**EDIT, "keep": {"type": "tool_uses", "value": 0}}]}
-    whole = anthropics(client, history, wanted).context_management
+    history = history_of(NUM_TURNS)
+    whole = anthropics(client, history, ALL).context_management
     assert whole.applied_edits[0].cleared_tool_uses > 0
     given = {"model": "claude-x", "max_tokens": 4, "messages": history, "tools": OURS}
-    with client.beta.messages.stream(**given, context_management=wanted) as stream:
+    with client.beta.messages.stream(**given, context_management=ALL) as stream:
         deltas = [event for event in stream if event.type == "message_delta"]
         assert stream.get_final_message().context_management == whole
     assert deltas[-1].context_management == whole
@@ -150,18 +156,26 @@ def chat(server, wanted=WANTED, **body):
     return reply.json()
 
 
-def answers_of_session(server, wanted, num_turns=NUM_TURNS):
-    answers = [chat(server, wanted, message="How is the weather?")]
-    for _ in range(num_turns - 1):
-        (call,) = answers[-1]["message"]["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
-        answers.append(chat(server, wanted, session_id=answers[0]["session_id"], messages=[result]))
+def next_of(answer, call_id=None):
+    """What the next turn brings: the result of its call."""
+    (call,) = answer["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call_id or call["id"], "content": RESULT}
+    return {"session_id": answer["session_id"], "messages": [result]}
+
+
+def answers_of_session(server, wanted):
+    answers = [chat(server, wanted, message=f"How is the weather? {wanted}")]
+    for _ in range(NUM_TURNS - 1):
+        answers.append(chat(server, wanted, **next_of(answers[-1])))
     return answers
 
 
 @pytest.mark.parametrize("reuse", [None, "reencode"])
 def test_a_session_clears_by_edits_which_its_transcript_shows(server, reuse):
-    answers = answers_of_session(server, WANTED if reuse is None else {**WANTED, "reuse": reuse})
+    """With the inputs of its calls, where it computes."""
+    own = {"clear_tool_inputs": True} if reuse is None else {"keep": {"type": "tool_uses", "value": 2}}
+    wanted = {"edits": [{**EDIT, **own}]} | ({} if reuse is None else {"reuse": reuse})
+    answers = answers_of_session(server, wanted)
     done = [num_cleared(one["context_management"]["applied_edits"]) for one in answers]
     steps = [turn for turn, number in enumerate(done) if number]
     if reuse is None:
@@ -176,8 +190,11 @@ def test_a_session_clears_by_edits_which_its_transcript_shows(server, reuse):
     shown = server.get(f"/sessions/{answers[0]['session_id']}").json()
     results = [one["content"] for one in shown["messages"] if one["role"] == "tool"]
     assert results == ["[cleared to save room]"] * sum(done) + [RESULT] * (NUM_TURNS - 1 - sum(done))
+    calls = [one["tool_calls"][0]["function"] for one in shown["messages"] if one["role"] == "assistant"]
+    num_inputs = sum(done) if reuse is None else 0
+    assert [call["arguments"] == "{}" for call in calls] == [number < num_inputs for number in range(NUM_TURNS)]
     edits = [turn for turn in shown["turns_data"] if turn["edits"]]
-    assert [len(turn["edits"]) for turn in edits] == [done[step] for step in steps]
+    assert [len(turn["edits"]) for turn in edits] == [done[step] * (2 if reuse is None else 1) for step in steps]
     said = [one for turn in shown["turns_data"] for one in turn["messages"] if one["role"] == "tool"]
     assert [one["content"] for one in said] == [RESULT] * (NUM_TURNS - 1)
     fork = server.post(f"/sessions/{shown['id']}/fork", {"turn": edits[0]["turn"] - 1}).json()["id"]
@@ -185,46 +202,40 @@ def test_a_session_clears_by_edits_which_its_transcript_shows(server, reuse):
     assert all(one["content"] == RESULT for one in there if one["role"] == "tool")
 
 
-def test_a_stream_of_a_session_tells_it_at_its_end(server):
-    answers = answers_of_session(server, None, 10)
+@pytest.fixture(scope="module")
+def last(served):
+    """The last answer of a session in which nothing was cleared."""
+    answers = answers_of_session(served, None)
     assert not any("context_management" in one for one in answers)
-    (call,) = answers[-1]["message"]["tool_calls"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
-    body = {**MUST, "session_id": answers[0]["session_id"], "messages": [result], "context_management": WANTED}
-    events = server.post("/chat", {**body, "stream": True}).events()
-    assert num_cleared(events[-2]["context_management"]["applied_edits"]) == 8
+    return answers[-1]
 
 
-def test_an_answer_that_is_told_again_says_what_its_turn_has_cleared(server):
-    answers = answers_of_session(server, None, 10)
-    (call,) = answers[-1]["message"]["tool_calls"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
-    body = {**MUST, "session_id": answers[0]["session_id"], "messages": [result], "context_management": WANTED}
-    first, again = (server.post("/chat", body, **{"Idempotency-Key": "told again"}).json() for _ in range(2))
-    assert again == first and num_cleared(first["context_management"]["applied_edits"]) == 8
+@pytest.fixture
+def turn(server, last):
+    """The next turn of a copy of that session, which clears all that it may."""
+    fork = server.post(f"/sessions/{last['session_id']}/fork").json()["id"]
+    return {**MUST, **next_of(last), "session_id": fork, "context_management": WANTED}
 
 
-@pytest.mark.parametrize("wrong", [{"logit_bias": {"999999": 1}}, {"tool_call_id": "nope"}])
-def test_a_turn_that_is_refused_clears_nothing(server, wrong):
-    answers = answers_of_session(server, None, 10)
-    (call,) = answers[-1]["message"]["tool_calls"]
-    result = {"role": "tool", "tool_call_id": wrong.get("tool_call_id", call["id"]), "content": RESULT}
-    body = {**MUST, "session_id": answers[0]["session_id"], "messages": [result], "context_management": WANTED}
-    before = server.get(f"/sessions/{body['session_id']}").json()
-    refused = {**body, **{name: wrong[name] for name in wrong if name != "tool_call_id"}}
+def test_a_stream_of_a_session_tells_it_at_its_end(server, turn):
+    events = server.post("/chat", {**turn, "stream": True}).events()
+    assert num_cleared(events[-2]["context_management"]["applied_edits"]) == NUM_TURNS - 1
+
+
+def test_an_answer_that_is_told_again_says_what_its_turn_has_cleared(server, turn):
+    first, again = (server.post("/chat", turn, **{"Idempotency-Key": "told again"}).json() for _ in range(2))
+    assert again == first and num_cleared(first["context_management"]["applied_edits"]) == NUM_TURNS - 1
+
+
+@pytest.mark.parametrize("wrong", ["logit_bias", "messages"])
+def test_a_turn_that_is_refused_clears_nothing(server, turn, last, wrong):
+    refused = {**turn, "logit_bias": {"999999": 1}} if wrong == "logit_bias" else turn | {
+        "messages": next_of(last, "nope")["messages"]
+    }  # fmt: skip
+    before = server.get(f"/sessions/{turn['session_id']}").json()
     assert server.post("/chat", refused).status == 400
-    assert server.get(f"/sessions/{body['session_id']}").json() == before
-    result["tool_call_id"] = call["id"]
-    assert num_cleared(server.post("/chat", body).json()["context_management"]["applied_edits"]) == 8
-
-
-def test_inputs_of_calls_go_from_a_session(server):
-    edit = {**EDIT, "clear_tool_inputs": True}
-    answers = answers_of_session(server, {"edits": [edit]})
-    number = sum(num_cleared(one["context_management"]["applied_edits"]) for one in answers)
-    shown = server.get(f"/sessions/{answers[0]['session_id']}").json()["messages"]
-    inputs = [one["tool_calls"][0]["function"]["arguments"] for one in shown if one["role"] == "assistant"]
-    assert number and [one == "{}" for one in inputs] == [True] * number + [False] * (NUM_TURNS - number)
+    assert server.get(f"/sessions/{turn['session_id']}").json() == before
+    assert num_cleared(server.post("/chat", turn).json()["context_management"]["applied_edits"]) == NUM_TURNS - 1
 
 
 # -- /v1/responses -----------------------------------------------------------------------------------------------------

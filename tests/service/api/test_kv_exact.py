@@ -35,6 +35,12 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def server(folder):
+    with server_on(folder) as server:
+        yield server
+
+
 def asked(server, path, **more):
     """The cached tokens of a prompt, as the route's usage says."""
     reply = server.post(path, {**talking_body(path, f"{path}: {TEXT}"), **SHORT, **more})
@@ -49,32 +55,28 @@ def of_usage(path, usage):
     return {"cached_tokens": details["cached_tokens"], **details["cached_tokens_details"]}
 
 
-def test_every_route_counts_copies_and_refuses_them(folder):
-    with server_on(folder) as server:
-        for path in ROUTES:
-            found = asked(server, path)
-            assert found["quantised"] == found["cached_tokens"] == found["hbm"] + found["cpu"] + found["disk"] > 32, (
-                path
-            )
-            exact = asked(server, path, kv_exact=True)
-            assert exact["quantised"] == 0 and exact["cached_tokens"] < 48, path
-            assert server.post(path, {**talking_body(path, TEXT), "kv_exact": "yes"}).status == 400
-        metrics = server.get("/metrics").body.decode()
-        total = next(line for line in metrics.splitlines() if line.startswith("kvstore:quantised_tokens_total"))
-        assert float(total.split()[-1]) > 32 * len(ROUTES)
+def test_every_route_counts_copies_and_refuses_them(server):
+    for path in ROUTES:
+        found = asked(server, path)
+        assert found["quantised"] == found["cached_tokens"] == found["hbm"] + found["cpu"] + found["disk"] > 32, path
+        exact = asked(server, path, kv_exact=True)
+        assert exact["quantised"] == 0 and exact["cached_tokens"] < 48, path
+        assert server.post(path, {**talking_body(path, TEXT), "kv_exact": "yes"}).status == 400
+    metrics = server.get("/metrics").body.decode()
+    total = next(line for line in metrics.splitlines() if line.startswith("kvstore:quantised_tokens_total"))
+    assert float(total.split()[-1]) > 32 * len(ROUTES)
 
 
-def test_a_turn_of_a_session_goes_on_with_copies_and_an_exact_one_computes(folder):
-    with server_on(folder) as server:
-        turns = [
-            server.post("/chat", {"message": "And then?", "session_id": "s", **SHORT, **more}).json()
-            for more in ({}, {}, {"kv_exact": True})
-        ]
-        first, second, exact = (of_usage("/chat", turn["usage"]) for turn in turns)
-        assert first["quantised"] == first["disk"] == first["cached_tokens"] > 32
-        assert second["quantised"] == second["hbm"] > first["quantised"]
-        assert exact["cached_tokens"] == exact["quantised"] == 0
-        stored = server.get("/sessions/s?turns_after=0").json()["turns_data"]
-        assert [turn["usage"]["prompt_tokens_details"]["cached_tokens_details"]["quantised"] for turn in stored] == [
-            0, first["quantised"], second["quantised"], 0,
-        ]  # fmt: skip
+def test_a_turn_of_a_session_goes_on_with_copies_and_an_exact_one_computes(server):
+    turns = [
+        server.post("/chat", {"message": "And then?", "session_id": "s", **SHORT, **more}).json()
+        for more in ({}, {}, {"kv_exact": True})
+    ]
+    first, second, exact = (of_usage("/chat", turn["usage"]) for turn in turns)
+    assert first["quantised"] == first["disk"] == first["cached_tokens"] > 32
+    assert second["quantised"] == second["hbm"] > first["quantised"]
+    assert exact["cached_tokens"] == exact["quantised"] == 0
+    stored = server.get("/sessions/s?turns_after=0").json()["turns_data"]
+    assert [turn["usage"]["prompt_tokens_details"]["cached_tokens_details"]["quantised"] for turn in stored] == [
+        0, first["quantised"], second["quantised"], 0,
+    ]  # fmt: skip

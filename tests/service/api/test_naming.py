@@ -3,8 +3,11 @@
 import json
 
 import pytest
+from multidict import CIMultiDict
 
 from kvstore.service.api.naming import Naming, name_of
+from kvstore.service.api.openai.chat import ChatCompletionBody
+from kvstore.service.api.schema import parse
 from tests.support.faults import before_each_call
 from tests.support.service.talking import SHORT, chat, talking_body
 
@@ -22,7 +25,7 @@ NAMES = [
     *(pytest.param({header: "ada"}, {}, id=header) for header in HEADERS),
     *(pytest.param({}, fields, id=json.dumps(fields)[:24]) for fields in FIELDS),
 ]
-UNNAMED = pytest.param({}, {}, id="unnamed")
+SOME = [({"X-Session-Id": "ada"}, {}), ({}, {"metadata": CLAUDE_CODE}), ({}, {})]
 
 
 class Agent:
@@ -42,7 +45,13 @@ class Agent:
         return answer["usage"]["prompt_tokens_details"].get("miss")
 
 
-@pytest.mark.parametrize(("headers", "fields"), [*NAMES, UNNAMED])
+@pytest.mark.parametrize(("headers", "fields"), NAMES)
+def test_each_header_and_field_names_a_conversation(headers, fields):
+    said = {**talking_body("/v1/chat/completions", "Hello"), **fields}
+    assert name_of(CIMultiDict(headers), parse(json.dumps(said).encode(), ChatCompletionBody)) == "ada"
+
+
+@pytest.mark.parametrize(("headers", "fields"), SOME, ids=["header", "field", "unnamed"])
 def test_of_agents_that_begin_alike_the_named_one_s_branch_explains_its_miss(both, server, request, headers, fields):
     """Another agent has said the same since, and gone on otherwise: its branch has nothing to do with the miss."""
     opening = f"{request.node.callspec.id}: {LONG}"

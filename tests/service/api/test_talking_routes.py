@@ -50,7 +50,7 @@ def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stre
             assert server.engine.loop.pool.num_free == free
     assert server.get("/sessions?limit=1000").json() == sessions
     if kind == "a later turn":
-        assert server.post(path, {**body, "max_tokens": 2, "stream": False}).json()["turn"] == 2
+        assert server.post(path, {**body, "max_tokens": 2, "max_output_tokens": 2, "stream": False}).json()["turn"] == 2
 
 
 def text_of(event) -> str:

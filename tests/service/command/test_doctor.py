@@ -1,60 +1,42 @@
 """`kvstore doctor`: against our own server, killed and started again, and against stand-ins for vLLM and SGLang."""
 
 import json
-import os
-import shlex
-import signal
 import threading
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from kvstore.service.command import doctor
+from tests.support.faults import constants
 from tests.support.redis_server import free_port
 from tests.support.service.server_process import launched, run_command
 from tests.support.service.serving import KEY
+from tests.support.waiting import wait_until
 
-HYBRID = {"name": "Qwen3_5Text", "tokenizer": True, "max_position_embeddings": 4096}
-
-
-@pytest.fixture
-def doctor(tmp_path):
-    """Asks the doctor of a server that is killed, and started again after a command."""
-    pid = tmp_path / "pid"
-
-    def asked(server, between="true"):
-        killed = f"kill -9 {server.process.pid}; {between}"
-        script = f"{killed}; {shlex.join(server.process.args)} >{tmp_path}/log 2>&1 & echo $! >{pid}"
-        return run_command(*flags(server), "--restart-command", script, "--json", KVSTORE_API_KEY=KEY)
-
-    yield asked
-    with suppress(FileNotFoundError, ProcessLookupError):
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+MODEL = {"name": "Qwen3_5Text", "tokenizer": True, "max_position_embeddings": 1024}  # one that keeps states
 
 
-def flags(server):
-    return "doctor", "--url", f"http://127.0.0.1:{server.hosts[1]}"
-
-
-@pytest.mark.parametrize("changes", [None, HYBRID], ids=["built-in", "with states"])
-def test_our_own_server_is_killed_and_the_conversation_comes_back_from_its_disk(saved_model, tmp_path, doctor, changes):
-    model = () if changes is None else (saved_model(**changes),)
-    with launched(tmp_path / "store", *model, "--port", str(free_port())) as server:
-        done = doctor(server)
-        assert done.returncode == 0, done
-        with_other = run_command(*flags(server), "--wait", "1s", "--restart-command", "true", KVSTORE_API_KEY=KEY)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_our_own_server_is_killed_and_the_conversation_comes_back_unless_its_store_is_lost(model, tmp_path, is_lost):
+    store, killed, port = tmp_path / "store", tmp_path / "killed", free_port()
+    flags = (model, "--port", str(port))
+    with launched(store, *flags) as server, ThreadPoolExecutor(1) as pool:
+        command = f"kill -9 {server.process.pid}; {f'rm -r {store};' if is_lost else ''} touch {killed}"
+        asked = ("doctor", "--url", f"http://127.0.0.1:{port}", "--restart-command", command, "--json")
+        running = pool.submit(run_command, *asked, KVSTORE_API_KEY=KEY)
+        wait_until(lambda: killed.exists() or running.done(), "the command has run")
+        assert killed.exists(), running.result()
+        with launched(store, *flags):
+            done = running.result()
     found = json.loads(done.stdout)
-    assert found["host"] == "kvstore" and found["by_tier"] == {"disk": found["cached_tokens"]} and found["share"] > 0.9
-    assert "restarting" in done.stderr and found["cause"] is None
-    assert with_other.returncode == 1 and "has not gone away within 1 s" in with_other.stderr
-
-
-def test_a_conversation_with_a_model_that_keeps_states_is_lost_with_its_store(saved_model, tmp_path, doctor):
-    store = tmp_path / "store"
-    with launched(store, saved_model(**HYBRID), "--port", str(free_port())) as server:
-        done = doctor(server, f"rm -r {store}")
-    assert done.returncode == 1 and json.loads(done.stdout)["cached_tokens"] == 0, done
-    assert "prompt tokens came back: the server's store does not know the conversation" in done.stderr, done
+    assert found["host"] == "kvstore" and "restarting" in done.stderr
+    if is_lost:
+        assert (done.returncode, found["cached_tokens"]) == (1, 0), done
+        assert "prompt tokens came back: the server's store does not know the conversation" in done.stderr, done
+    else:
+        assert (done.returncode, found["cause"]) == (0, None), done
+        assert found["by_tier"] == {"disk": found["cached_tokens"]} and found["share"] > 0.9
 
 
 class Host(ThreadingHTTPServer):
@@ -107,10 +89,11 @@ def host():
 
     def start(name, cached, details=None, metrics=""):
         made.append(Host(name, cached, details or {}, metrics))
-        threading.Thread(target=made[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=made[-1].serve_forever, args=(0.01,), daemon=True).start()
         return made[-1], ["doctor", "--url", f"http://127.0.0.1:{made[-1].server_port}"]
 
-    yield start
+    with constants(doctor, SETTLE_S=0.0):
+        yield start
     for one in made:
         one.shutdown()
         one.server_close()
@@ -159,9 +142,11 @@ def test_bad_input_is_one_line(run, flags, code, words):
 
 
 def test_a_model_that_is_not_there_and_a_command_that_fails_are_told(run, host):
-    server, flags = host("vllm", [0, 0, 0])
+    server, flags = host("vllm", [0, 0, 0, 0])
     code, _, error = run(*flags, "--model", "other")
     assert code == 2 and "--model is 'other', which is not served there; it serves m" in error
     server.was_away = True
     code, _, error = run(*flags, "--restart-command", "exit 7")
     assert code == 1 and "--restart-command ended with 7" in error
+    code, _, error = run(*flags, "--restart-command", "true", "--wait", "1s")
+    assert code == 1 and "has not gone away within 1 s" in error

@@ -23,31 +23,6 @@ ROOT = Path(__file__).parents[3]
 COMMANDS = ("stats", "evict", "verify", "compact", "sessions")
 AGE = r"\d+ (s|min|h)"  # of the store that all tests here begin with
 
-# An owner of a store, which notes what it was asked. "silent": it takes the lock only; "stopped": it will be.
-OWNER = """
-import json, sys, time
-sys.path.insert(0, sys.argv[3])
-from kvstore.admin.control import ControlServer
-from kvstore.disk.directory import StoreDirectory
-from kvstore.errors import ConfigError, RequestError, StoreError
-
-ANSWERS = json.loads(sys.argv[2])
-
-def handle(command, arguments):
-    print(json.dumps([command, arguments]), flush=True)
-    answer = ANSWERS.get(command, {})
-    if isinstance(answer, str):
-        raise {"ConfigError": ConfigError, "RequestError": RequestError}.get(answer, StoreError)("it was " + answer)
-    return answer
-
-with StoreDirectory.open(sys.argv[1]) as directory:
-    server = None if ANSWERS.get("silent") else ControlServer(directory, handle)
-    print("ready", flush=True)
-    sys.stdin.read()
-    if server is not None:
-        server.close()
-"""
-
 
 @pytest.fixture
 def silence_s():
@@ -68,12 +43,8 @@ def owner(tmp_path):
 
     def start(**answers):
         path = tmp_path / "owned"
-        process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(path), json.dumps(answers), str(ROOT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.children.store_owner", str(path), json.dumps(answers)]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return path, process

@@ -21,15 +21,17 @@ from tests.support.service.server_process import COMMAND, ENVIRONMENT
 from tests.support.service.serving import KEY, raw_request, read_answer, read_to_end, server_fixture, serving
 from tests.support.waiting import wait_until
 
-HASTY_S, PAUSE_S = 1.5, 2.0
+HASTY_S, PAUSE_S = 0.5, 0.8
 BODY = b'{"prompt": "hello"}'
 server = server_fixture(api_key=KEY, max_body_bytes=100_000, max_connections=8)
 NEEDED = 1024 + 192
 LISTENING = """
-import asyncio
+import asyncio, asyncio.constants
 from kvstore.service.http.telling import set_up_logging
 from kvstore.service.settings.serve_options import ServeOptions
 from kvstore.service.server import Server
+
+asyncio.constants.ACCEPT_RETRY_DELAY = 0.2
 
 async def listen():
     server = Server(ServeOptions(port=0))
@@ -233,15 +235,10 @@ def test_other_versions_of_http_are_refused(server, line):
             assert read_answer(raw).status == 200
 
 
-def limited(soft: int, hard: int):
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def serve(tmp_path: Path, soft: int, hard: int, *flags: str) -> subprocess.Popen:
-    command = [*COMMAND, "serve", "--port", "0", "--store", str(tmp_path / "store"), "--device", "cpu", *flags]
-    return subprocess.Popen(
-        command, env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=limited(soft, hard)
-    )
+    limits = (sys.executable, "-m", "tests.children.within", "files", f"{soft},{hard}")
+    serves = (*COMMAND, "serve", "--port", "0", "--store", str(tmp_path / "store"), "--device", "cpu", *flags)
+    return subprocess.Popen([*limits, *serves], env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_soft_limit_is_raised_to_what_is_needed(tmp_path):
@@ -276,7 +273,7 @@ def test_connections_that_cannot_be_accepted_are_told_in_a_line_and_served_later
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (held + 3, 4096))
         connections = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(20)]
         wait_until(lambda: "cannot be accepted" in log.read_text(), "it says so")
-        time.sleep(2.0)  # two more rounds of trying
+        time.sleep(0.6)  # two more rounds of trying
         assert log.read_text().count("\n") == 1 and "Too many open files" in log.read_text()
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (held + 100, 4096))
         for connection in connections:

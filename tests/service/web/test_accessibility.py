@@ -1,15 +1,16 @@
 """What axe-core finds in each view of the chat page, light and dark, on a desktop and a phone: nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.service.browser import DESKTOP, PHONE, Tabs
-from tests.support.service.serving import Serving, serving
+from tests.support.service.browser import DESKTOP, PHONE, Tabs, say
+from tests.support.service.serving import Serving
 from tests.support.waiting import wait_until
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+OF_COLOURS = {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}
 ANSWER = """Some *words*, a formula $x^2$ and code:
 
 ```python
@@ -31,16 +32,10 @@ HISTORY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
-def findings(page: Any) -> list[str]:
+def findings(page: Any, rules: Any = RULES) -> list[str]:
     """Of axe-core: rule, what it means, and the elements."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    found = axe.Axe().run(page, options={"runOnly": RULES}).response["violations"]
+    found = axe.Axe().run(page, options={"runOnly": rules}).response["violations"]
     return [f"{one['id']}: {one['help']}: {[node['html'][:200] for node in one['nodes']]}" for one in found]
 
 
@@ -55,8 +50,7 @@ def conversation(page: Any, server: Serving) -> None:
 
 
 def versions(page: Any, server: Serving) -> None:
-    page.fill("#message", "Hello.")
-    page.press("#message", "Enter")
+    say(page, "Hello.")
     page.locator(".again").click()
     page.locator(".versions").wait_for()
     page.locator(".edit").click()
@@ -98,12 +92,12 @@ def empty(page: Any, server: Serving) -> None:
 def test_axe_finds_nothing(view: Callable[[Any, Serving], None], server: Serving, tabs: Tabs) -> None:
     page = tabs.open(server.url)
     view(page, server)
-    for scheme in ("light", "dark"):
+    for scheme, rules in (("light", RULES), ("dark", OF_COLOURS)):
         page.emulate_media(color_scheme=scheme)
         for width, height in [PHONE] if view is drawer else [DESKTOP, PHONE]:
             page.set_viewport_size({"width": width, "height": height})
             rest(page)
-            assert findings(page) == [], (scheme, width)
+            assert findings(page, rules) == [], (scheme, width)
 
 
 def test_axe_finds_what_is_wrong(server: Serving, tabs: Tabs) -> None:

@@ -1,15 +1,12 @@
 """Answers in the chat page: imported histories, Markdown as it should look, and Markdown that means harm."""
 
 import json
-from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any
 
-import pytest
-
 from kvstore.service.api.page import WEB
-from tests.support.service.browser import PHONE, Tabs
-from tests.support.service.serving import Serving, serving
+from tests.support.service.browser import PHONE, Tabs, answer_with, say
+from tests.support.service.serving import Serving
 from tests.support.waiting import wait_until
 
 VENDOR = WEB / "vendor"
@@ -67,12 +64,6 @@ HOSTILE = f"""<script>window.ran = 1</script> <img src=x onerror="window.ran = 2
 ELEMENTS = "script, img, style, form, input, iframe, svg:not(button svg), math, [style], [onclick], [onerror], [onload]"
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
 def imported(server: Serving, *said: str) -> str:
     """The address of a session that began with a history: a person and a model in turns, a person at the end."""
     roles = ("user", "assistant")
@@ -98,14 +89,13 @@ def test_a_history_that_was_brought_along_is_shown_message_by_message(server: Se
     assert answers[:2] == ["Hello Ada.", "So do I."] and len(answers) == 3 and answers[2].strip()
     assert page.locator(".turn .meter").count() == 1
     assert page.get_by_role("button", name="Fork").count() == 1
-    page.fill("#message", "And what do I like?")
-    page.press("#message", "Enter")
+    say(page, "And what do I like?")
     page.locator(".turn:nth-of-type(5) .meter").wait_for()
     assert page.locator(".question .text").last.inner_text() == "And what do I like?"
 
 
 # -- Markdown --------------------------------------------------------------------------------------------------------
-def test_an_answer_s_markdown_is_rendered(server: Serving, tabs: Tabs) -> None:
+def test_an_answer_s_markdown_is_rendered_and_its_code_coloured(server: Serving, tabs: Tabs) -> None:
     page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
     answer = page.locator(".turn .answer .text").first
     assert answer.locator("h4").inner_text() == "Steps"
@@ -120,6 +110,9 @@ def test_an_answer_s_markdown_is_rendered(server: Serving, tabs: Tabs) -> None:
     assert "noopener" in link.get_attribute("rel")
     assert answer.locator("a").last.inner_text() == "a picture"  # which nobody fetches
     assert answer.locator("blockquote").inner_text() == "quoted"
+    code = answer.locator("pre code")
+    assert code.locator(".hljs-keyword").first.inner_text() == "def"
+    assert code.locator(".hljs-string").all_inner_texts() == ['"<b>"']
 
 
 def test_wide_code_and_tables_scroll_by_themselves(server: Serving, tabs: Tabs) -> None:
@@ -165,12 +158,8 @@ def test_markdown_that_means_harm_does_none(server: Serving, tabs: Tabs) -> None
 
 def test_nor_while_it_streams(page: Any) -> None:
     pieces = [HOSTILE[start : start + 7] for start in range(0, len(HOSTILE), 7)]
-    events = [{"session_id": "s", "turn": 1, "delta": {"content": piece}} for piece in pieces]
-    failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, failure]) + "data: [DONE]\n\n"
-    page.route("**/chat", lambda route: route.fulfill(headers={"Content-Type": "text/event-stream"}, body=body))
-    page.fill("#message", "Go")
-    page.press("#message", "Enter")
+    answer_with(page, *({"content": piece} for piece in pieces))
+    say(page, "Go")
     page.locator(".turn.failed").wait_for()
     check_harmless(page)
     page.evaluate(STREAM, [pieces, 1])  # each of its beginnings drawn, too
@@ -206,13 +195,13 @@ STREAM = """async ([pieces, each]) => {
 }"""
 
 
-@pytest.mark.parametrize("size", [1, 3, 50])
-def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(size: int, page: Any) -> None:
-    pieces = [RICH[start : start + size] for start in range(0, len(RICH), size)]
-    found = page.evaluate(STREAM, [pieces, max(1, 8 // size)])
-    assert found["ended"] == found["whole"]
-    assert found["drawn"].strip() == found["whole"].strip()  # before the end, too: nothing jumps
-    assert found["isFirstKept"]
+def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(page: Any) -> None:
+    for size in (1, 3, 50):
+        pieces = [RICH[start : start + size] for start in range(0, len(RICH), size)]
+        found = page.evaluate(STREAM, [pieces, max(1, 8 // size)])
+        assert found["ended"] == found["whole"], size
+        assert found["drawn"].strip() == found["whole"].strip(), size  # before the end, too: nothing jumps
+        assert found["isFirstKept"], size
 
 
 def test_a_long_answer_is_drawn_block_by_block_and_once_a_frame(page: Any) -> None:
@@ -267,13 +256,6 @@ def test_formulas_that_mean_harm_do_none(server: Serving, tabs: Tabs) -> None:
     fonts_of(page, server)
 
 
-def test_code_has_the_colours_of_its_language(server: Serving, tabs: Tabs) -> None:
-    page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
-    code = page.locator(".code code").first
-    assert code.locator(".hljs-keyword").first.inner_text() == "def"
-    assert code.locator(".hljs-string").all_inner_texts() == ['"<b>"']
-
-
 WEATHER = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lisbon"}'}}
 
 
@@ -300,16 +282,11 @@ def test_thinking_and_tools_are_folded(server: Serving, tabs: Tabs) -> None:
 
 
 def test_thinking_and_calls_are_shown_as_they_come(page: Any) -> None:
-    deltas = [
-        {"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"tool_calls": [{"index": 0, **WEATHER}]},
-        {"content": "It is sunny."},
-    ]  # fmt: skip
-    events = [{"session_id": "s", "turn": 1, "delta": delta} for delta in deltas]
-    failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, failure]) + "data: [DONE]\n\n"
-    page.route("**/chat", lambda route: route.fulfill(headers={"Content-Type": "text/event-stream"}, body=body))
-    page.fill("#message", "Go")
-    page.press("#message", "Enter")
+    answer_with(
+        page, {"reasoning_content": "Let me "}, {"reasoning_content": "see."},
+        {"tool_calls": [{"index": 0, **WEATHER}]}, {"content": "It is sunny."},
+    )  # fmt: skip
+    say(page, "Go")
     turn = page.locator(".turn.failed")
     turn.wait_for()
     turn.locator(".thinking summary").click()

@@ -1,28 +1,18 @@
 """The chat page for daily use: versions of a turn, settings, titles, files, programs' sessions, the keyboard."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.service.browser import PHONE, Tabs
-from tests.support.service.serving import Serving, serving
+from tests.support.service.browser import PHONE, Tabs, say
+from tests.support.service.serving import Serving
 from tests.support.service.talking import chat, without_ids
 
 SAID = ".question .text"
 
 
-@pytest.fixture(scope="module")
-def server(browser: Any) -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
 def said(page: Any, text: str, number: int = 1) -> Any:
-    page.fill("#message", text)
-    page.press("#message", "Enter")
+    say(page, text)
     turn = page.locator(f".turn:nth-of-type({number})")
     turn.locator(".meter").wait_for()
     page.locator("#sessions [aria-current]").wait_for()
@@ -224,16 +214,16 @@ def test_a_conversation_goes_into_a_file_and_comes_back(server: Serving, page: A
     assert server.get(f"/sessions/{id_of(page)}").json()["turns"] == 2
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("{", "It is not JSON."), ("{}", "It has no list of messages."), ("[]", "There is no answer in it."),
-    ('[{"role": "assistant", "content": 5}]', "messages"),
-])  # fmt: skip
-def test_a_file_that_is_none_is_refused(text: str, words: str, tabs: Tabs, page: Any, tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    page.set_input_files("#import-file", path)
-    page.locator("#notice", has_text=words).wait_for()
-    assert page.locator("#notice b").inner_text() == "a.json was not imported."
+def test_a_file_that_is_none_is_refused(tabs: Tabs, page: Any, tmp_path: Path) -> None:
+    for number, (text, words) in enumerate((
+        ("{", "It is not JSON."), ("{}", "It has no list of messages."), ("[]", "There is no answer in it."),
+        ('[{"role": "assistant", "content": 5}]', "messages"),
+    )):  # fmt: skip
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        page.set_input_files("#import-file", path)
+        page.locator("#notice b", has_text=f"{number}.json was not imported.").wait_for()
+        assert words in page.locator("#notice").inner_text()
     tabs.errors.clear()  # the answer 400
 
 
@@ -275,17 +265,17 @@ def test_another_model_is_not_the_built_in_one(tabs: Tabs, server: Serving) -> N
     page.locator(".about", has_text="You talk to our/model. Its window holds 4,096 tokens.").wait_for()
 
 
-@pytest.mark.parametrize("name", ["hbm", "reencoded", "ttft"])
-def test_words_explain_themselves_to_mouse_and_keyboard(name: str, page: Any) -> None:
-    help_text = page.locator(f"#help-{name}")
-    button = page.locator(f'[aria-describedby="help-{name}"]')
-    assert not help_text.is_visible()
-    button.hover()
-    assert help_text.is_visible()
-    page.hover("#title")
-    assert not help_text.is_visible()
-    button.focus()
-    assert help_text.is_visible() and len(help_text.inner_text()) > 40
+def test_words_explain_themselves_to_mouse_and_keyboard(page: Any) -> None:
+    for name in ("hbm", "reencoded", "ttft"):
+        help_text = page.locator(f"#help-{name}")
+        button = page.locator(f'[aria-describedby="help-{name}"]')
+        assert not help_text.is_visible()
+        button.hover()
+        assert help_text.is_visible()
+        page.hover("#title")
+        assert not help_text.is_visible()
+        button.focus()
+        assert help_text.is_visible() and len(help_text.inner_text()) > 40
 
 
 def test_the_keyboard_finds_everything(page: Any) -> None:
@@ -320,8 +310,7 @@ def test_lines_are_of_a_readable_width(page: Any) -> None:
 
 def test_on_a_phone_the_numbers_of_a_turn_are_folded(server: Serving, tabs: Tabs) -> None:
     page = tabs.open(server.url, PHONE)
-    page.fill("#message", "Hello.")
-    page.press("#message", "Enter")
+    say(page, "Hello.")
     page.locator(".meter").wait_for()
     counts = page.locator(".meter .counts")
     assert page.locator(".meter .bar").is_visible() and not counts.is_visible()

@@ -13,7 +13,7 @@ from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import HEADERS, WEB
 from tests.support.faults import before_each, before_each_step
 from tests.support.redis_server import RedisServer
-from tests.support.service.browser import DESKTOP, PHONE, Tabs
+from tests.support.service.browser import DESKTOP, PHONE, Tabs, answer_with, say
 from tests.support.service.serving import Serving, serving
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -34,8 +34,7 @@ def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def send(page: Any, text: str) -> Any:
     """Types, presses Enter and waits for the answer's end. The last turn."""
     number = page.locator(".turn").count() + 1
-    page.fill("#message", text)
-    page.press("#message", "Enter")
+    say(page, text)
     turn = page.locator(f".turn:nth-child({number})")
     turn.locator(".meter").wait_for()
     page.locator("#send").wait_for()
@@ -49,7 +48,7 @@ def fits(page: Any) -> bool:
 
 
 # -- a conversation --------------------------------------------------------------------------------------------------
-def test_two_turns_show_their_bars_and_a_reload_shows_them_again(page: Any) -> None:
+def test_two_turns_show_what_the_service_stored_of_them_also_after_a_reload(server: Serving, page: Any) -> None:
     first = send(page, "My dog is called Biscuit. I live in Lisbon, and my door code is 4719.")
     assert first.locator(".answer .text").inner_text().strip()
     second = send(page, "What is my dog called?")
@@ -69,26 +68,14 @@ def test_two_turns_show_their_bars_and_a_reload_shows_them_again(page: Any) -> N
     assert [bar.get_attribute("aria-label") for bar in page.locator(".turn .bar").all()] == bars
     page.locator("#sessions [aria-current]").wait_for()
 
-
-def test_the_page_shows_what_the_service_stored(server: Serving, page: Any) -> None:
-    turn = send(page, "Where did the tokens come from?")
     session = server.get(f"/sessions/{page.url.partition('#')[2]}").json()
-    stored = session["turns_data"][0]
+    stored, turn = session["turns_data"][1], page.locator(".turn:nth-child(2)")
     assert turn.locator(".answer .text").inner_text().strip() == stored["messages"][-1]["content"].strip()
-    label = turn.locator(".bar").get_attribute("aria-label")
     details = stored["usage"]["prompt_tokens_details"]["cached_tokens_details"]
     numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", label.partition(". First")[0])]
     prompt = stored["usage"]["prompt_tokens"]
     by_tier = [details[tier] for tier in ("hbm", "cpu", "disk", "reencoded")]
     assert numbers == [prompt, *by_tier, prompt - sum(by_tier)]
-
-
-def test_the_welcome_stands_above_no_conversation(page: Any) -> None:
-    page.locator(".empty").wait_for()
-    send(page, "Hello")
-    assert page.locator(".empty").count() == 0
-    page.click("#new-chat")
-    page.locator(".empty").wait_for()
 
 
 def test_shift_enter_starts_a_line_and_enter_sends(page: Any) -> None:
@@ -172,8 +159,7 @@ def test_stopping_keeps_what_was_said(server: Serving, stop: Callable[[Any], Non
     page.route("**/label", lambda route: None)  # what the page asks after an answer is still on its way when it is left
     held_from = server.engine.stats()["step"]["num_steps"] + 4
     with before_each_step(server.engine, until_stop), before_each(server.engine.core, "end", stopped.set):
-        page.fill("#message", "Tell me a long story.")
-        page.press("#message", "Enter")
+        say(page, "Tell me a long story.")
         page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
         stop(page)
         page.locator(".ending", has_text="You stopped this answer.").wait_for()
@@ -202,8 +188,7 @@ def test_what_left_the_window_is_marked(tabs: Tabs) -> None:
 def test_a_message_that_fails_stays_in_the_box_and_can_be_sent_again(tabs: Tabs, page: Any) -> None:
     lost = re.compile("/(chat|sessions.*)$")
     page.route(lost, lambda route: route.abort())
-    page.fill("#message", "Please keep this text.")
-    page.press("#message", "Enter")
+    say(page, "Please keep this text.")
     page.locator("#notice", has_text="cannot be reached").wait_for()
     assert page.input_value("#message") == "Please keep this text."
     assert page.locator(".turn").count() == 0
@@ -239,8 +224,7 @@ def test_refusals_are_put_in_plain_words_and_retry_is_offered_where_it_may_help(
         error = {"message": "the server's own words", "type": "invalid_request_error", "param": None, "code": code}
         answer = {"status": status, "headers": headers, "body": json.dumps({"error": error})}
         page.route("**/chat", partial(refuse, answer))
-        page.fill("#message", "text")
-        page.press("#message", "Enter")
+        say(page, "text")
         page.locator("#notice", has_text=words).wait_for()
         assert page.locator("#retry").count() == may_pass, (status, code)
         assert page.input_value("#message") == "text"
@@ -249,12 +233,8 @@ def test_refusals_are_put_in_plain_words_and_retry_is_offered_where_it_may_help(
 
 
 def test_an_answer_that_breaks_off_is_marked_and_its_question_kept(page: Any) -> None:
-    first = {"id": "t", "session_id": "s", "turn": 1, "delta": {"content": "Half an ans"}, "finish_reason": None}
-    failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
-    body = f"data: {json.dumps(first)}\n\ndata: {json.dumps(failure)}\n\ndata: [DONE]\n\n"
-    page.route("**/chat", lambda route: route.fulfill(headers={"Content-Type": "text/event-stream"}, body=body))
-    page.fill("#message", "A question")
-    page.press("#message", "Enter")
+    answer_with(page, {"content": "Half an ans"})
+    say(page, "A question")
     page.locator("#notice", has_text="The engine is gone.").wait_for()
     assert "Half an ans" in page.locator(".turn.failed").inner_text()
     assert page.input_value("#message") == "A question"
@@ -332,9 +312,10 @@ def test_pins_are_the_server_s(server: Serving, page: Any) -> None:
 
 
 def test_the_list_goes_on_page_by_page(server: Serving, tabs: Tabs) -> None:
+    history = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
     for number in range(32):
-        session_id = server.post("/chat", {"message": f"Number {number}", "max_tokens": 1}).json()["session_id"]
-        assert server.post(f"/sessions/{session_id}/label", {"personal": True}).status == 200
+        made = {"messages": history, "title": f"Number {number}", "personal": True}
+        assert server.post("/sessions", made).status == 200
     page = tabs.open(server.url)
     rows = page.locator("#sessions li")
     page.locator("#more-sessions").wait_for()
@@ -358,11 +339,14 @@ def test_typing_in_a_conversation_prefetches_it_once(page: Any) -> None:
     assert len(asked) == 1
 
 
-def test_a_draft_waits_for_its_conversation(page: Any) -> None:
+def test_a_draft_waits_for_its_conversation_and_the_welcome_stands_above_none(page: Any) -> None:
+    page.locator(".empty").wait_for()
     send(page, "Hello")
+    assert page.locator(".empty").count() == 0
     chosen = page.locator(f'[data-id="{page.url.partition("#")[2]}"] .choose')
     page.fill("#message", "not sent yet")
     page.click("#new-chat")
+    page.locator(".empty").wait_for()
     assert page.input_value("#message") == ""
     chosen.click()
     page.locator(".meter").wait_for()

@@ -1,5 +1,6 @@
 """A headless Chromium that is installed already, and pages in it that note every error. Downloads nothing."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,19 @@ class Tabs:
     def close(self) -> None:
         for context in self._contexts:
             context.close()
+
+
+def answer_with(page: Any, *deltas: dict[str, Any]) -> None:
+    """From now on, what is said on this page is answered with these, and then the engine is gone."""
+    failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
+    events = [*({"session_id": "s", "turn": 1, "delta": delta} for delta in deltas), failure]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/chat", lambda route: route.fulfill(headers={"Content-Type": "text/event-stream"}, body=body))
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#message", text)
+    page.press("#message", "Enter")
 
 
 @contextmanager

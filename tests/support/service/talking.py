@@ -90,6 +90,14 @@ def chat(server: Serving, message: str, session_id: str | None = None, **body: A
     return reply.json()
 
 
+def stopped(server: Serving, stream: Stream, session_id: str) -> list[Any]:
+    """The events of a turn that are left, which is stopped so that they are few, once it has said something to keep."""
+    while not stream.next()["delta"].get("content"):
+        pass
+    assert server.post(f"/sessions/{session_id}/stop").status == 200
+    return stream.rest()
+
+
 def num_turns(server: Serving, session_id: str) -> int:
     return server.get(f"/sessions/{session_id}").json()["turns"]
 

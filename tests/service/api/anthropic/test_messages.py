@@ -13,30 +13,23 @@ import pytest
 
 from tests.support.engines import chain_of
 from tests.support.faults import before_each_step
+from tests.support.service.packages import anthropic_client
 from tests.support.service.serving import KEY, server_fixture, serving
 from tests.support.service.talking import WRONG, Stream
 from tests.support.thinking import THINKING, THOUGHT, as_asked
-from tests.support.tools import PERSON, TOOLS, is_weather
+from tests.support.tools import OURS, PERSON, TOOLS, is_weather, said
 
 PATH, MODEL = "/v1/messages", "kvstore-builtin"
 TIERS = {"hbm": "8MiB", "cpu": "8MiB", "disk": "64MiB"}
-OURS = [
-    {"name": tool["function"]["name"], "description": "A tool.", "input_schema": tool["function"]["parameters"]}
-    for tool in TOOLS
-]
 ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
 server = server_fixture(TIERS, api_key=KEY)
 
 
 @pytest.fixture
 def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as one:
+    with anthropic_client(server) as one:
         yield one
     server.wait_until_idle()
-
-
-def said(text):
-    return [{"role": "user", "content": text}]
 
 
 def ask(client, messages, **more):

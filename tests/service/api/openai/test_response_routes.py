@@ -6,11 +6,11 @@ from kvstore.service.api.openai.response_schema import COMPACTED
 from tests.support.by_hand import crawling
 from tests.support.service.serving import server_fixture
 from tests.support.service.talking import Stream
-from tests.support.tools import TOOLS
+from tests.support.tools import FLAT
 
 server = server_fixture()
 MODEL = {"model": "kvstore-builtin", "temperature": 0, "max_output_tokens": 8}
-FUNCTIONS = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+FUNCTIONS = [{**tool, "strict": False} for tool in FLAT]
 OTHERS = [
     {"type": "local_shell"},
     {"type": "web_search", "external_web_access": False},
@@ -125,31 +125,22 @@ def test_a_compaction_with_the_tools_of_before_hits_too(server):
     assert [item["type"] for item in compact["output"]] == ["message", "message", "compaction"]
 
 
-WRONG = [
-    ("", {"input": [{"type": "compaction", "encrypted_content": "gAAAAAB"}]}),
-    ("", {"input": [{"type": "compaction"}]}),
-    ("", {"input": [{"type": "compaction", "encrypted_content": 5}]}),
-    ("", {"input": [{"type": "function_call", "call_id": {}, "name": "x", "arguments": "{}"}]}),
-    ("", {"input": [{"role": "user", "content": [5]}]}),
-    ("", {"input": [{"role": ["user"], "content": "x"}]}),
-    ("", {"input": {"role": "user"}}),
-    ("", {"input": "x", "tools": {"type": "function"}}),
-    ("", {"input": "x", "tools": [5]}),
-    ("", {"input": "x", "tools": [{"type": {}}]}),
-    ("", {"input": "x", "tools": [{"type": "function", "name": "x", "parameters": []}]}),
-    ("", {"input": "x", "reasoning": "high"}),
-    ("", {"input": "x", "text": "low"}),
-    ("", {"input": "x", "previous_response_id": []}),
-    ("", {"input": "x", "metadata": []}),
-    ("/compact", {}),
-    ("/compact", {"input": []}),
-    ("/compact", {"input": 5}),
-    ("/compact", {"input": "x", "background": True}),
-    ("/compact", []),
-]
+WRONG = {
+    "": [
+        {"input": [{"type": "compaction", "encrypted_content": "gAAAAAB"}]}, {"input": [{"type": "compaction"}]},
+        {"input": [{"type": "compaction", "encrypted_content": 5}]}, {"input": {"role": "user"}},
+        {"input": [{"type": "function_call", "call_id": {}, "name": "x", "arguments": "{}"}]},
+        {"input": [{"role": "user", "content": [5]}]}, {"input": [{"role": ["user"], "content": "x"}]},
+        {"input": "x", "tools": {"type": "function"}}, {"input": "x", "tools": [5]},
+        {"input": "x", "tools": [{"type": {}}]}, {"input": "x", "reasoning": "high"}, {"input": "x", "text": "low"},
+        {"input": "x", "tools": [{"type": "function", "name": "x", "parameters": []}]},
+        {"input": "x", "previous_response_id": []}, {"input": "x", "metadata": []},
+    ],
+    "/compact": [{}, {"input": []}, {"input": 5}, {"input": "x", "background": True}, []],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body"), WRONG)
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path in WRONG for body in WRONG[path]])
 def test_bodies_of_other_types_are_refused(server, path, body):
     reply = server.post(f"/v1/responses{path}", body)
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error"), reply.body

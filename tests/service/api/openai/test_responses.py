@@ -11,16 +11,6 @@ from tests.support.service.talking import LONG, Stream
 MORE = {"temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture
-def client(server):
-    with client_of(server) as client:
-        yield client
-
-
-def client_of(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key or "none", max_retries=0)
-
-
 def ask(client, text, previous=None, **more):
     named = {} if previous is None else {"previous_response_id": previous.id}
     return client.responses.create(model="kvstore-builtin", input=text, **{**MORE, **named, **more})

@@ -1,20 +1,15 @@
 """The `openai` package as a client: what it sends is understood, and what it gets it takes for OpenAI's."""
 
-import httpx
 import openai
 import pytest
 
+from tests.support.service.packages import openai_client
 from tests.support.service.serving import KEY, server_fixture, serving
 from tests.support.service.talking import TALKING_ROUTES, talking_body
+from tests.support.tools import said
 
 MODEL = "kvstore-builtin"
-
-
 server = server_fixture(api_key=KEY)
-
-
-def said(text):
-    return [{"role": "user", "content": text}]
 
 
 def ask(client, messages, **more):
@@ -83,14 +78,13 @@ def test_stop_strings_seeds_and_limits(client):
     assert len(twice) == 1
 
 
-def test_completions_of_texts_and_of_ids(client):
+def test_completions_of_texts_and_of_ids(client, server):
     to_the_end = {"model": MODEL, "max_tokens": 4, "extra_body": {"ignore_eos": True}}
     made = client.completions.create(prompt=["Hello", "My name"], n=2, echo=True, **to_the_end)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     assert all(choice.text.startswith(("Hello", "My name")) for choice in made.choices)
     assert made.usage.completion_tokens == 16
-    ids = httpx.post(f"{client.base_url}".replace("/v1/", "/tokenize"), json={"prompt": "Hello"},
-                     headers={"Authorization": f"Bearer {KEY}"}).json()["tokens"]  # fmt: skip
+    ids = server.post("/tokenize", {"prompt": "Hello"}).json()["tokens"]
     of_ids = client.completions.create(prompt=ids, **to_the_end)
     assert of_ids.choices[0].text == made.choices[0].text.removeprefix("Hello")
     streamed = list(client.completions.create(prompt=["Hello", "My name"], stream=True,
@@ -159,11 +153,11 @@ def test_what_a_beam_search_cannot_do_is_an_error_by_name(client, param, more):
     assert wrong.value.param == param and param in wrong.value.message
 
 
-@pytest.mark.parametrize(("param", "more"), [("beam_width", {"beam_width": 5}), ("n", {"n": 5})])
-def test_more_beams_than_sequences_that_run_at_once_are_refused(param, more):
+def test_more_beams_than_sequences_that_run_at_once_are_refused():
     with serving(engine={"max_num_seqs": 4}) as small:
-        reply = small.post("/v1/completions", {"prompt": "Hello", "use_beam_search": True, **more})
-        assert (reply.status, reply.error["param"]) == (400, param) and "max_num_seqs" in reply.error["message"]
+        for param in ("beam_width", "n"):
+            reply = small.post("/v1/completions", {"prompt": "Hello", "use_beam_search": True, param: 5})
+            assert (reply.status, reply.error["param"]) == (400, param) and "max_num_seqs" in reply.error["message"]
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -174,7 +168,6 @@ def test_errors_are_the_sdks_own_classes(client, server):
     with pytest.raises(openai.BadRequestError) as wrong:
         ask(client, said("word " * 5000))
     assert wrong.value.code == "context_length_exceeded" and "1024" in wrong.value.message
-    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="no-such-key", max_retries=0)
-    with stranger, pytest.raises(openai.AuthenticationError) as wrong:
+    with openai_client(server, "no-such-key") as stranger, pytest.raises(openai.AuthenticationError) as wrong:
         stranger.models.list()
     assert wrong.value.code == "invalid_api_key"

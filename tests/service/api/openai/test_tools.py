@@ -6,18 +6,16 @@ The built-in model cannot choose tools: `tool_choice` and schemas force its answ
 import json
 from typing import Annotated, Literal
 
-import httpx
 import openai
 import pydantic
 import pytest
 
 from kvstore.service.api.asking import LOGGER
 from tests.support.service.serving import KEY, server_fixture
-from tests.support.tools import PERSON, TOOLS, is_weather, reordered
+from tests.support.tools import FLAT, PERSON, TOOLS, is_weather, reordered, said
 
 MODEL = "kvstore-builtin"
 ASKED = [{"role": "user", "content": "What is the weather in Rome?"}]
-FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 class Person(pydantic.BaseModel):
@@ -34,10 +32,6 @@ def ask(client, messages=ASKED, **more):
 
 def must_call(client, messages=ASKED, **more):
     return ask(client, messages, **{"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **more})
-
-
-def said(text):
-    return [{"role": "user", "content": text}]
 
 
 def rounds(answer, content="Sunny.", change=lambda arguments: arguments):
@@ -212,8 +206,8 @@ def test_what_is_nested_too_deep_is_a_400(server, field):
         given = NESTED[field].replace("DEEP", '{"a":' * depth + "1" + "}" * depth)
         messages = "" if field == "messages" else f'"messages":{json.dumps(ASKED)},'
         body = f'{{{messages}"tool_choice":"none","max_tokens":1,"{field}":{given}}}'
-        answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers={"x-api-key": KEY})
-        statuses.add((answer.status_code, answer.json().get("error", {}).get("param")))
+        answer = server.post("/v1/chat/completions", body.encode())
+        statuses.add((answer.status, answer.json().get("error", {}).get("param")))
     assert (400, field) in statuses and {status for status, _ in statuses} <= {200, 400}
 
 

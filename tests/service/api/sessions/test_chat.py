@@ -395,7 +395,7 @@ def test_a_session_that_has_expired_is_not_in_the_list(server):
     assert server.get("/sessions").body == before
 
 
-def test_the_time_to_live_is_stored_with_the_turn():
+def test_the_time_to_live_is_stored_with_the_turn_and_new_sessions_get_the_server_s():
     with serving(ttl_s=3600.0) as server:
         committed = server.engine.sessions.stats()["committed"]
         session_id = chat(server, "Hello")["session_id"]
@@ -406,9 +406,5 @@ def test_the_time_to_live_is_stored_with_the_turn():
         assert [server.get(f"/sessions/{one}").json()["expires_at"] is None for one in (session_id, version)] == [
             True, False,
         ]  # fmt: skip
-
-
-def test_new_sessions_get_the_server_s_ttl():
-    with serving(ttl_s=3600.0) as server:
         assert server.get(f"/sessions/{chat(server, 'Hello')['session_id']}").json()["expires_at"] is not None
         assert server.get(f"/sessions/{chat(server, 'Hello', ttl=None)['session_id']}").json()["expires_at"] is None

@@ -54,14 +54,13 @@ def test_formats(server):
     assert reply.json()["message"]["content"] in ("yes", "no")
 
 
-def test_a_history_with_calls_hits_after_kill_9(started_anew, tmp_path):
+def test_a_history_with_calls_hits_after_kill_9(tmp_path):
     """Reordered keys, other white space; the whole history comes as text, from a client that has no session."""
     path, asked = "/v1/chat/completions", [{"role": "user", "content": "What is the weather in Rome? " * 4}]
     with launched(tmp_path / "store") as server:
         reply = server.post(path, {"messages": asked, **MUST, "tools": [WEATHER]}).json()
         server.flush()
         server.post(path, {"messages": [{"role": "user", "content": "And in Oslo?"}], **MUST})
-        assert server.with_torch == [False, True]
         cores = server.cores
         server.kill()  # what was told is durable
     psutil.wait_procs(cores)  # they hold the store, too

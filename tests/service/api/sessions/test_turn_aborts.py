@@ -34,6 +34,7 @@ from kvstore.sessions.record import SessionKey
 from tests.support.waiting import wait_in_loop
 
 KEY = SessionKey("", "one")
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 NUM_TOKENS = 4
 
 
@@ -161,7 +162,7 @@ class AbortedAt:
 def opened(loop: SeededLoop) -> tuple[Context, SimulatedCore]:
     engine = Engine.__new__(Engine)
     engine.core = core = SimulatedCore(loop)
-    engine.tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    engine.tokenizer = TOKENIZER
     engine._open_front(None, None, ExitStack())
     options = ServeOptions()
     context = Context(options, Access(options), Limits(options), Metrics(), 0)

@@ -29,7 +29,7 @@ STATS = {  # of an owner that has measured some of its rates
 }
 
 
-def turns(num_sessions=30, num_turns=4, gap_s=50.0):
+def turns(num_sessions=10, num_turns=4, gap_s=50.0):
     """Lines of a trace of sessions whose turns come one after the other, mixed."""
     found = []
     for turn in range(num_turns):
@@ -75,14 +75,14 @@ def replay_trace(run, trace):
 
 # -- a file ----------------------------------------------------------------------------------------------------------
 def test_json_of_a_grid(replay_trace):
-    code, out, err = replay_trace("--hbm", "8MB", "--cpu", "0,4MB", "--disk", "16MB,80MB", "--json")
+    code, out, err = replay_trace("--hbm", "2MB", "--cpu", "0,4MB", "--disk", "4MB,40MB", "--json")
     assert (code, err, out.count("\n")) == (0, "", 1)
     found = json.loads(out)
     assert found.keys() == {"trace", "assumptions", "no_cache", "ideal", "points", "knee", "is_complete"}
-    assert found["trace"]["requests"] == 120 and found["trace"]["conversations"] == 30
+    assert found["trace"]["requests"] == 40 and found["trace"]["conversations"] == 10
     assert found["trace"]["block_size"] == 128 and found["is_complete"]
     sizes = [(row["hbm_bytes"], row["cpu_bytes"], row["disk_bytes"]) for row in found["points"]]
-    assert sizes == [(8 * 10**6, cpu * 10**6, disk * 10**6) for cpu in (0, 4) for disk in (16, 80)]
+    assert sizes == [(2 * 10**6, cpu * 10**6, disk * 10**6) for cpu in (0, 4) for disk in (4, 40)]
     for row in found["points"]:
         assert row["total_bytes"] == row["hbm_bytes"] + row["cpu_bytes"] + row["disk_bytes"]
         assert row["token_hit_rate"] == pytest.approx(sum(row["hit_rate_by_tier"].values()))
@@ -107,7 +107,7 @@ def test_what_a_person_sees(replay_trace):
     code, out, err = replay_trace("--batch", "2", "--prefill-rate", "1000")
     assert (code, err) == (0, "")
     assert re.search(
-        r"trace.jsonl: 120 requests, 30 conversations, [0-9.]+ minutes, [0-9,]+ prompt and 4,800 output", out
+        r"trace.jsonl: 40 requests, 10 conversations, [0-9.]+ minutes, [0-9,]+ prompt and 1,600 output", out
     )
     assert "working set" in out and "HBM is what serves a full batch" in out
     assert "prefill 1,000 tokens/s" in out and "measured" not in out
