@@ -85,7 +85,7 @@ def resting() -> list[object]:
 
 
 def loading() -> list[int]:
-    """On how many processors threads are bound when a forward begins: that of a first turn, and of one after a pause."""
+    """On how many processors threads are bound as a forward begins: of a first turn, and of one after a pause."""
     torch.set_num_threads(2)
     found: list[int] = []
     firsts = []
