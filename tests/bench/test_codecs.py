@@ -13,7 +13,8 @@ TINY = LlamaShape(
 
 def rows(tmp_path, *flags):
     file = tmp_path / "found.json"
-    assert codecs.main(["--quick", "--dir", str(tmp_path), "--json", str(file), *flags]) == 0
+    once = ["--repeats", "1", "--restarts", "1", "--threads", "1"]
+    assert codecs.main([*once, "--dir", str(tmp_path), "--json", str(file), *flags]) == 0
     return json.loads(file.read_text())["results"]
 
 

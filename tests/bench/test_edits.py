@@ -7,10 +7,12 @@ from bench.truncation import Memory
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.probe import intercept
 
+SMALL = ("--conversations", 4, "--repeats", 1, "--turns", 3)
+
 
 def test_it_runs_and_reports_each_arm(tmp_path):
     file = tmp_path / "found.json"
-    assert edits.main(["--quick", "--threads", "1", "--json", str(file)]) == 0
+    assert edits.main([*map(str, SMALL), "--threads", "1", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["results"]
     times = [row for row in rows if "ms" in row]
     assert [row["edit"] for row in times] == ["removed"] * 3 + ["replaced"] * 3 + ["moved"] * 3

@@ -239,7 +239,7 @@ def check_forgotten(sim: Simulation) -> None:
     if disk is not None and (disk.health.error is not None or disk._disk.file.broken):
         return
     contents = {sim.book.blocks[block_id] for block_id in sim.forgotten}
-    contents = {content for content in contents if sim.book.num_names[content] == 1}
+    contents = {content for content in contents if len(sim.book.names[content]) == 1}
     for arena_block in range(sim.cpu.pool.num_blocks):
         assert sim.arena.content(arena_block) not in contents, f"arena block {arena_block} still holds what was deleted"
     found = sim.forgotten.intersection(sim.platter.values)

@@ -24,7 +24,7 @@ class Config:
     policy: str = "fcfs"
     eviction: str = "auto"
     load: str = "auto"
-    hours: float = 12.0
+    hours: float = 10.0
     talks: int = 14
     step_s: float = 0.01
     token_s: float = 0.001  # of computing one
@@ -48,7 +48,7 @@ ALL = Faults(
 )  # fmt: skip
 CONFIGS = (
     Config("plain"),
-    Config("queue", policy="priority", talks=36, seqs=3, hbm_blocks=64, cpu_blocks=96, disk_blocks=1500, hours=10.0),
+    Config("queue", policy="priority", talks=36, seqs=3, hbm_blocks=64, cpu_blocks=96, disk_blocks=1500),
     Config("restarts", faults=Faults(crashes_per_day=5.0, restarts_per_day=5.0)),
     Config("slow-disk", read_s=0.05, faults=Faults(slow_reads=0.2, hung_reads=0.002)),
     Config("bad-disk", faults=Faults(failed_reads=0.05, rotten=0.05, failed_writes=0.2, broken_disk=0.005)),
@@ -62,7 +62,7 @@ CONFIGS = (
     Config("limit-faults", limit_blocks=30, cpu_blocks=60, disk_blocks=120, faults=SOME),
     Config("always", load="always", block_size=8, faults=SOME),
     Config("everything", policy="priority", cpu_blocks=100, disk_blocks=400, faults=ALL),
-    Config("ahead", runs_ahead=True, hours=10.0),
+    Config("ahead", runs_ahead=True),
     Config("ahead-faults", runs_ahead=True, cpu_blocks=100, disk_blocks=400, faults=ALL),
     Config("int8", quantises=1.0, faults=Faults(crashes_per_day=5.0, restarts_per_day=5.0)),
     Config("int8-and-raw", quantises=0.5, cpu_blocks=60, disk_blocks=300, hbm_blocks=60, runs_ahead=True, faults=ALL),

@@ -41,7 +41,6 @@ from tests.simulation.parts import (
 )
 
 NUM_STATE_ROWS = 14
-PAGE_BYTES = 16
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -116,7 +115,7 @@ class Disk:
 
     @property
     def used_bytes(self) -> int:
-        return sum(entry.stored_bytes for entry, _, _ in self.platter.values.values())
+        return len(self.platter.values) * self.book.stored_bytes
 
     def excess_bytes(self, incoming_bytes: int = 0) -> int:
         return self.used_bytes + incoming_bytes - int(WATERMARK * self.capacity_bytes)
@@ -148,7 +147,7 @@ class Disk:
             self._put(record, bytes(view))
         self._freed.append(freed)
         self.counts["blocks written"] += len(puts)
-        return Written([Stored(record.block_id, None, stored_bytes(view)) for record, view in puts])
+        return Written([Stored(record.block_id, None, self.book.stored_bytes) for record, _ in puts])
 
     def _write_error(self, puts: Sequence[tuple[BlockRecord, memoryview]]) -> WriteError | None:
         if self.broken:
@@ -158,7 +157,7 @@ class Disk:
             return WriteError.BROKEN
         if self.weather.is_bad("write", self.faults.failed_writes) and puts:
             return self.rng.choice([WriteError.MAP_FULL, WriteError.IO, WriteError.NO_SPACE])
-        incoming = sum(stored_bytes(view) for _, view in puts)
+        incoming = len(puts) * self.book.stored_bytes
         if puts and self.used_bytes + sum(self._freed) + incoming > self.capacity_bytes:
             self._freed.append(0)  # as after the small transaction that makes the file writable again
             return WriteError.MAP_FULL
@@ -171,7 +170,7 @@ class Disk:
         assert record.parent_id == self.book.parents[record.block_id], "the disk is given another parent"
         now_s, block_id = self.clock.now_s, record.block_id
         entry = IndexEntry(
-            block_id, record.parent_id, stored_bytes(value), record.created_s, now_s, record.model, record.tenant
+            block_id, record.parent_id, self.book.stored_bytes, record.created_s, now_s, record.model, record.tenant
         )
         self.platter.values[block_id] = (entry, record, value)
         self.platter.rotten.discard(block_id)
@@ -207,10 +206,6 @@ class Disk:
 
     def stats(self) -> dict[str, object]:
         return {"bytes": self.used_bytes}
-
-
-def stored_bytes(value: bytes | memoryview) -> int:
-    return (len(value) // PAGE_BYTES + 1) * PAGE_BYTES
 
 
 class WatchedWorker(TierWorker):

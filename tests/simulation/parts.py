@@ -5,6 +5,7 @@ A token's KV is 8 bytes made of everything before it, so that a block of another
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import struct
@@ -20,8 +21,10 @@ from kvstore.engine.core.window_slots import WindowSlots
 from kvstore.memory.tier import CpuTier
 
 TOKEN_BYTES = 8
+PAGE_BYTES = 16
 VOCABULARY = 97
 GARBAGE = b"\xee" * TOKEN_BYTES
+MARKED = bytes(byte | 0x80 for byte in range(256))
 START_S = 1.7e9
 
 
@@ -124,12 +127,19 @@ def state_content(key: int, index: int, num_bytes: int) -> bytes:
 
 def window_part(content: bytes | bytearray, index: int) -> bytes:
     """What a part of the KV of layers with a window is stored as, for the tokens of this content; and back."""
-    return bytes(byte ^ (index + 1) for byte in content)
+    return content.translate(_of_part(index))
+
+
+@functools.cache
+def _of_part(index: int) -> bytes:
+    return bytes(byte ^ (index + 1) for byte in range(256))
 
 
 def quantised(content: bytes | bytearray) -> bytes:
     """What is left of this content after a lossy codec. To lose it again changes nothing."""
-    return bytes(byte | 0x80 if index % TOKEN_BYTES == 7 else byte for index, byte in enumerate(content))
+    rest = bytearray(content)
+    rest[7::TOKEN_BYTES] = rest[7::TOKEN_BYTES].translate(MARKED)
+    return bytes(rest)
 
 
 class Book:
@@ -139,16 +149,17 @@ class Book:
 
     def __init__(self, block_size: int, num_state_blocks: int = 0, has_windows: bool = False) -> None:
         self.block_bytes, self.num_state_blocks = block_size * TOKEN_BYTES, num_state_blocks
+        self.stored_bytes = self.block_bytes + PAGE_BYTES  # that a block takes on disk
         self.has_windows = has_windows
         self.blocks: dict[BlockId, bytes] = {}
         self.parents: dict[BlockId, BlockId] = {}
-        self.num_names: Counter[bytes] = Counter()  # ids of one content: a splice gives it another
+        self.names: dict[bytes, list[BlockId]] = {}  # of each content, to which a splice gives another
         self.roots: set[BlockId] = set()
         self._stories: dict[str, tuple[object, bytearray]] = {}
 
     def name(self, block_id: BlockId, parent_id: BlockId, content: bytes) -> None:
         if block_id not in self.blocks:
-            self.num_names[content] += 1
+            self.names.setdefault(content, []).append(block_id)
         assert self.blocks.setdefault(block_id, content) == content, "one id for two contents"
         self.parents[block_id] = parent_id
         if not self.num_state_blocks and not is_quantised(block_id):

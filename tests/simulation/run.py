@@ -34,7 +34,6 @@ from tests.simulation import checks
 from tests.simulation.configs import CONFIGS, Config
 from tests.simulation.disk import (
     NUM_STATE_ROWS,
-    PAGE_BYTES,
     Disk,
     InjectedError,
     Platter,
@@ -43,6 +42,7 @@ from tests.simulation.disk import (
     Weather,
 )
 from tests.simulation.parts import (
+    PAGE_BYTES,
     START_S,
     Arena,
     Book,
@@ -140,7 +140,7 @@ class Simulation:
         self._sum_up()
         tiers = CacheTiers(
             cpu=config.cpu_blocks * self.book.block_bytes,
-            disk=config.disk_blocks * (self.book.block_bytes + PAGE_BYTES), path="unused",
+            disk=config.disk_blocks * self.book.stored_bytes, path="unused",
             disk_per_tenant=self.limit_bytes,
         )  # fmt: skip
         dtype = SimpleNamespace(itemsize=2)
@@ -175,7 +175,7 @@ class Simulation:
     @property
     def limit_bytes(self) -> int | None:
         blocks = self.config.limit_blocks
-        return None if blocks is None else blocks * (self.book.block_bytes + PAGE_BYTES)
+        return None if blocks is None else blocks * self.book.stored_bytes
 
     def _watch_plan(self) -> None:
         """Where arena blocks for saves are taken something may fail; elsewhere that is no place for an error."""
@@ -316,8 +316,8 @@ class Simulation:
             return
         finally:
             self._may_raise = False
-        self._num_steps += 1
-        if self._num_steps % 16 == 0:
+        self._num_steps += has_computed
+        if has_computed and self._num_steps % 16 == 0:
             checks.check_always(self)
         self._wait_if_stuck(has_computed)
 

@@ -201,5 +201,5 @@ class Runner:
             anew |= set(map(quantised, anew))
             states = range(sim.book.num_state_blocks)
             anew |= {sim.book.state_part(one, index) for one in anew for index in states if len(one) == width}
-            sim.forgotten -= {one for one in sim.forgotten if sim.book.blocks[one] in anew}
+            sim.forgotten.difference_update(*(sim.book.names.get(content, ()) for content in anew))
         return part

@@ -304,8 +304,8 @@ def deletion_that_leaves_copies():
     return {(Deletion, "_is_meant"): lambda _: lambda self, block_id: not is_quantised(block_id)}
 
 
-# The bug, the configuration that is to find it, and what is to be said of it.
-PLANTS: list[tuple[Plant, str, str]] = [
+# The bug, the configuration that is to find it, what is to be said of it, and the first seed that finds it, if not 1.
+PLANTS: list[tuple[Plant, str, str] | tuple[Plant, str, str, int]] = [
     (load_of_a_wrong_arena_block, "plain", "a load of another block"),
     (
         arena_block_given_back_before_its_load,
@@ -323,28 +323,29 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (waiting_requests_that_do_not_count, "queue", "evicted is what is worth"),
     (cached_tokens_counted_again, "queue", "usage says"),
     (request_that_keeps_its_arena_blocks, "queue", "arena blocks are held while nothing runs"),
-    (choices_that_keep_a_splice, "bad-disk", "another history"),
-    (quarantine_that_keeps_orphans, "bad-disk", "lost its parent"),
-    (copy_behind_an_exact_block, "int8-and-raw", "lost its parent|another"),
+    (choices_that_keep_a_splice, "bad-disk", "another history", 3),
+    (quarantine_that_keeps_orphans, "everything", "lost its parent"),
+    (copy_behind_an_exact_block, "int8-and-raw", "lost its parent|another", 3),
     (copies_under_the_ids_of_exact_blocks, "int8", "another|one id for two contents|what its id says|lost its parent"),
     (deletion_that_leaves_copies, "int8", "deleted"),
     (hit_behind_which_there_is_no_state, "states", "goes on from another state|KeyError"),
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
     (hit_behind_which_there_is_no_state, "windows", "sees another window"),
-    (window_slot_of_a_block_that_was_loaded_without, "windows", "held by others|another window|what its id says"),
-    (window_slot_that_is_given_away_while_it_is_held, "windows", "another window|that others see|what its id says"),
+    (window_slot_of_a_block_that_was_loaded_without, "windows", "somebody holds it|held by others|what its id says"),
+    (window_slot_that_is_given_away_while_it_is_held, "windows", "another window|others see|what its id says", 2),
     (window_that_is_not_copied_before_it_is_written, "windows", "another window|what its id says"),
     (window_slot_that_is_released_too_early, "windows", "another window|held by others"),
     (state_that_is_loaded_in_part, "windows", "sees another window|held while nothing runs|states|its record says"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "name", "words"), PLANTS, ids=[f"{row[0].__name__}-{row[1]}" for row in PLANTS])
-def test_a_planted_bug_is_found(plant, name, words, monkeypatch):
+@pytest.mark.parametrize("row", PLANTS, ids=[f"{row[0].__name__}-{row[1]}" for row in PLANTS])
+def test_a_planted_bug_is_found(row, monkeypatch):
+    plant, name, words, *first = row
     for (owner, method), bug in plant().items():
         monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
-    for seed in range(1, 33):
+    for seed in range(*first or [1], 33):
         try:
             Simulation(BY_NAME[name], seed).run()
         except AssertionError as error:

@@ -119,8 +119,9 @@ def decoders_made_late(house: House) -> set[str]:
 
 def _decodes(call: ast.Call) -> str:
     """The function of msgspec that is called, if it takes a type."""
-    module, _, name = ast.unparse(call.func).rpartition(".")
-    return name if module.startswith("msgspec") and name in ("convert", "decode", "Decoder") else ""
+    name = getattr(call.func, "attr", "")
+    is_one = name in ("convert", "decode", "Decoder") and ast.unparse(call.func).startswith("msgspec.")
+    return name if is_one else ""
 
 
 def is_type_checking(node: ast.stmt) -> bool:

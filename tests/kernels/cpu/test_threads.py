@@ -19,43 +19,24 @@ from tests.support.native import no_compiler
 from tests.support.waiting import wait_until
 
 PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # before any test binds us
-ON_TWO = f"import os\nos.sched_setaffinity(0, {PROCESSORS[:2]})\n"
-BOUND = """
-import json, threading, torch
-from kvstore.kernels.cpu.threads import bind_threads
-wait, started = threading.Event(), threading.Event()
-other = threading.Thread(target=lambda: (started.set(), wait.wait()), daemon=True)
-other.start(); started.wait()
-torch.set_num_threads(int(os.environ["THREADS"]))
-a = torch.ones(400, 400) @ torch.ones(400, 400)
-done = bind_threads()
-b = torch.ones(400, 400) @ torch.ones(400, 400)
-at = {int(task): sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
-print(json.dumps([done, at[os.getpid()], at[other.native_id], [cpus for cpus in at.values() if len(cpus) == 1]]))
-assert torch.equal(a, b)
-"""
+CHILD = Path(__file__).parents[2] / "children/threads_child.py"
 
 needs_processors = pytest.mark.skipif(
     native.library() is None or len(PROCESSORS) < 2, reason="needs a compiler and two processors"
 )
 
 
-def on_two_processors(code, env=None):
-    """What Python code prints in a process of its own, wherever an earlier test has bound this thread."""
-    command = [sys.executable, "-c", ON_TWO + code]
-    return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
-
-
-def bound(num_threads, **environment):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    env |= {"THREADS": str(num_threads), **environment}
-    return on_two_processors(BOUND, env)
+def on_two_processors(*arguments, **environment):
+    """What a process of its own sees, wherever an earlier test has bound this thread."""
+    command = [sys.executable, str(CHILD), str(PROCESSORS[:2]), *arguments]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 @needs_processors
 def test_two_threads_get_a_processor_each():
     cpus = PROCESSORS[:2]
-    done, caller, other, alone = bound(2)
+    done, caller, other, alone = on_two_processors("bound", "2")
     assert done and caller == cpus[:1] and other == cpus
     assert sorted(alone) == [[cpu] for cpu in cpus]
 
@@ -64,7 +45,7 @@ def test_two_threads_get_a_processor_each():
 @pytest.mark.parametrize("environment", [{}, {"OMP_PROC_BIND": "false"}])
 def test_nothing_is_bound_where_it_is_not_ours_to_choose(environment):
     cpus = PROCESSORS[:2]
-    done, caller, _, alone = bound(2 if environment else 3, **environment)
+    done, caller, _, alone = on_two_processors("bound", "2" if environment else "3", **environment)
     assert not done and caller == cpus and not alone
 
 
@@ -213,102 +194,15 @@ def test_a_bound_thread_roams_until_its_user_moves_it():
 
 @needs_processors
 def test_busy_processes_on_our_processors_are_noticed():
-    assert on_two_processors(CROWDED) == [True, 1, 2, 2, 1], "crowded, alone, then all; free to roam, then bound"
-
-
-CROWDED = """
-import json, subprocess, sys, time, torch
-from kvstore.kernels.cpu.threads import PATIENCE_S, Team, bind_threads
-torch.set_num_threads(2)
-busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-try:
-    bind_threads()
-    team, x, until, seen = Team(), torch.ones(300, 300), time.monotonic() + 60, []
-    while not (team.is_crowded and seen[-1] == 1) and time.monotonic() < until:
-        with team.step(1):
-            seen.append(torch.get_num_threads())
-            for _ in range(20):
-                x @ x
-    at = len(os.sched_getaffinity(0))
-    time.sleep(PATIENCE_S[0])
-    with team.step(1):
-        print(json.dumps([team.is_crowded, seen[-1], torch.get_num_threads(), at, len(os.sched_getaffinity(0))]))
-finally:
-    for one in busy:
-        one.kill()
-"""
+    assert on_two_processors("crowded") == [True, 1, 2, 2, 1], "crowded, alone, then all; free to roam, then bound"
 
 
 @needs_processors
 def test_who_rests_has_no_helper_and_gets_a_bound_one_again():
-    assert on_two_processors(RESTING) == [1, 0, 1, 0, True]
-
-
-RESTING = """
-import json, threading, time, torch
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from kvstore.kernels.cpu.threads import Team
-torch.set_num_threads(2)
-team, x, cpus = Team(), torch.ones(300, 300), []
-
-def alone():
-    found = []
-    for task in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # it has just ended
-            if len(os.sched_getaffinity(task)) == 1 and task != threading.get_native_id():
-                found.append(task)
-    return found
-
-def step():
-    with team.step(64):
-        x @ x
-    found = len(alone())
-    team.rest()
-    until = time.monotonic() + 60
-    while alone() and time.monotonic() < until:  # nobody waits for the end of a helper
-        time.sleep(0.005)
-    return [found, len(alone())]
-
-with ThreadPoolExecutor(1) as fresh:  # the thread that steps
-    found = [*fresh.submit(step).result(), *fresh.submit(step).result()]
-    print(json.dumps([*found, all(torch.isfinite(fresh.submit(lambda: x @ x).result().flatten()).tolist())]))
-"""
+    assert on_two_processors("resting") == [1, 0, 1, 0, True]
 
 
 @needs_processors
 def test_what_a_turn_moves_before_its_forward_finds_a_helper_on_the_other_processor():
     """Also after a pause, in which the helper has ended: states are loaded then."""
-    assert on_two_processors(LOADING) == [2, 2]
-
-
-LOADING = """
-import json, time, torch
-from contextlib import suppress
-from kvstore import Engine, SamplingParams
-torch.set_num_threads(2)
-found = []
-
-def processors():
-    of = []
-    for task in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # it has just ended
-            of.append(tuple(os.sched_getaffinity(task)))
-    return {cpus for cpus in of if len(cpus) == 1}
-
-with Engine(None, {"hbm": "64MiB"}, device="cpu") as engine:
-    run = engine.loop.runner.launch
-    def launch(output):
-        torch.ones(1 << 20).add_(1)
-        found.append(len(processors()))
-        return run(output)
-    engine.loop.runner.launch = launch
-    firsts, until = [], time.monotonic() + 60
-    for _ in range(2):
-        found.clear()
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
-        firsts.append(found[0])
-        while len(processors()) > 1 and time.monotonic() < until:  # the caller stays bound
-            time.sleep(0.005)
-    print(json.dumps(firsts))
-"""
+    assert on_two_processors("loading") == [2, 2]
