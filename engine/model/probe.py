@@ -198,7 +198,9 @@ def _windows_of(recorder: Recorder, max_model_len: int) -> tuple[int | None, ...
 def _windows_of_all(
     own: tuple[int | None, ...], layers: range, num_layers: int, part: Part, pipe: Group
 ) -> tuple[int | None, ...]:
-    """The windows of the layers of all stages. own: what `_windows_of` finds in this one; empty if it is in any."""
+    """The windows of the layers of all stages. own: what `_windows_of` finds in this one. Empty if it finds
+    none in one of them.
+    """
     if not part.least(len(own)):
         return ()
     found = torch.zeros(num_layers, dtype=torch.int64)

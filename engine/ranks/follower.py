@@ -87,7 +87,7 @@ class Follower:
         self._hbm = HBMCaches(self._model, num_blocks, config.block_size, num_slots)
         self._window_of = np.zeros(num_blocks, np.int32) if num_slots else None  # of the blocks of the last steps
         self._transfer: DataPlane | FarTransfer | None = None
-        self._moves: Moves | None = None  # of the last step
+        self._moves: Moves | None = None  # of the step that is computed
         opened = self._next()
         if not isinstance(opened, OpenArena):  # the first rank could not start, or ends
             self.has_left = isinstance(opened, Leave)
@@ -125,6 +125,8 @@ class Follower:
             self._end(message.num_samples)
         elif isinstance(message, Overwrite):
             self._hbm.overwrite(message.blocks, message.slots)
+            if isinstance(self._transfer, FarTransfer):
+                self._transfer.erase()
         elif isinstance(message, SaveStates):
             self._save_states(message.moves)
         self.has_left = self.has_left or isinstance(message, Leave)
@@ -147,6 +149,7 @@ class Follower:
         if self._transfer is not None:
             self._transfer.end()
             self._tell()
+        self._moves = None
 
     def _tell(self) -> None:
         """Tell the first rank which loads and saves have ended."""
@@ -154,7 +157,7 @@ class Follower:
             for done in () if self._transfer is None else self._transfer.completed():
                 moved = Moved(done.ticket, done.is_load, done.succeeded)
                 if isinstance(self._transfer, FarTransfer) and self._moves is not None and not done.is_load:
-                    moved.saved, self._moves.data = self._moves, self._transfer.saved()
+                    moved.saved = Moves(done.ticket, [], self._moves.saves, [], [], self._transfer.saved())
                 self._channel.send_all(encode(moved))
 
     def _tell_or_end(self) -> None:
@@ -177,7 +180,8 @@ class Follower:
         assert self._transfer is not None
         if isinstance(self._transfer, FarTransfer):
             moves.data = self._transfer.saved_states(moves.plan())
-            self._channel.send_all(encode(Moved(moves.ticket, is_load=False, succeeded=True, saved=moves)))
+            moved = Moved(moves.ticket, is_load=False, succeeded=True, saved=moves)
+            self._channel.send(encode(moved))  # the next step does not wait until all of it is on its way
         else:
             self._transfer.save_states(moves.plan())
             self._tell()

@@ -44,7 +44,7 @@ class Moves(msgspec.Struct, array_like=True):
     ticket: int
     loads: list[tuple[int, int, int]]  # block number, arena block, position
     saves: list[tuple[int, int, int, int, int]]  # the fields of `Save`
-    states: list[tuple[int, int, int]]  # the fields of `StatePiece`
+    states: list[tuple[int, int, int]]  # that are loaded, or in `SaveStates` saved: the fields of `StatePiece`
     row_starts: list[int]  # first token of each scheduled request
     data: bytes = b""  # what is loaded, for a rank without a share of the arena
 

@@ -429,8 +429,12 @@ class TextEncoder:
         return bytes.fromhex(whole).decode("utf-8", "surrogatepass")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of template text, of what is hidden in it as text, and of spans."""
+        """Ids of template text, of what is hidden in it as text, and of spans. Raises RequestError if the template has
+        cut a mark.
+        """
         first, *rest = self._marks.split(text)
+        if any(self._mark in part for part in (first, *rest[3::4])):
+            raise RequestError("the chat template changes a message that spells a control token", param="messages")
         ids = _ids(self._backend, first)
         for control, whole, kind, part in zip(rest[::4], rest[1::4], rest[2::4], rest[3::4], strict=True):
             hidden = self.encode_plain(self._behind(control, whole))

@@ -28,8 +28,9 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """What a rank has of each block: layers and KV heads; and of each state of layers with a window, of which it has
-    these. [start, stop) each. All layers have one shape.
+    """What a rank has of each block: layers and KV heads, [start, stop) each. All layers have one shape.
+
+    windows: which layers with a window it has, counted among these.
     """
 
     layers: tuple[int, int]

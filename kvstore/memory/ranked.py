@@ -1,5 +1,5 @@
-"""One arena for several ranks, each of which moves its heads of every block: the first rank's side, which keeps count,
-and that of a rank without a store, which moves its own heads to and from that arena, or as bytes.
+"""One arena for several ranks, each of which moves its heads and layers of every block and window: the first rank's
+side, which keeps count, and that of a rank without a store, which moves its own to and from that arena, or as bytes.
 
 A block is one record with all heads, so it does not say how many ranks have written it; nor does a state of layers with
 a window. A step's loads or saves have ended when they have on all ranks, and failed when they have on one. Knows no
@@ -42,14 +42,16 @@ class FarBlocks:
         return bytes_of([*(own_part[load.arena_block] for load in plan.loads), packed])
 
     def put(self, part: OwnPart, plan: TransferPlan, data: bytes) -> None:
-        """Write what a rank has saved into its part of the blocks of the plan's saves, in their order, or of states."""
+        """Write what a rank has saved into its part of blocks, in the order of the plan's saves. Without any, these are
+        the plan's states.
+        """
         own_part = self._part(part)
         values = torch.frombuffer(bytearray(data), dtype=self.arena.layout.dtype)
         for save in plan.saves:
             place = own_part[save.arena_block, :, save.offset : save.offset + save.num_tokens]
             own, values = values[: place.numel()], values[place.numel() :]
             place.copy_(own.view(place.shape))
-        if len(values):
+        if not plan.saves:
             packed = values.view(torch.uint8).view(len(rows_of(plan.states)), -1)
             self.arena.write_states(packed, plan.states, part)
 
@@ -145,8 +147,8 @@ class RankedTransfer:
         """Save the plan's states, each rank its part. Called between two steps."""
         with self._lock:
             self._open[plan.ticket, False] = _Told(self.others.num_others)
-        self.own.save_states(plan)
         self.others.save_states(plan)
+        self.own.save_states(plan)
 
     def end(self, succeeded: bool = True) -> SaveFence | None:
         """End the step as for this rank's heads. If it has loads, those of all ranks have ended on return."""
@@ -249,6 +251,10 @@ class FarTransfer:
         loads = tuple(replace(load, arena_block=index) for index, load in enumerate(plan.loads))
         self._saves = tuple(replace(save, arena_block=index) for index, save in enumerate(plan.saves, num_loads))
         self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
+
+    def erase(self) -> None:
+        """Overwrite what earlier steps have left. Called between two steps."""
+        self._own.arena.tensor.zero_()
 
     def saved(self) -> bytes:
         """What the last step has saved; see `FarBlocks.put`."""

@@ -119,12 +119,12 @@ class Arena:
     def read_states(self, packed: torch.Tensor, pieces: Sequence[StatePiece], own: OwnPart | None) -> None:
         """Read packed states from their pieces, in the order of these. own: what they have of each, None for all."""
         for part, memory in self._parts(packed, pieces, own):
-            part.copy_(memory[: len(part)], non_blocking=True)
+            part.copy_(memory[: len(part)], non_blocking=own is None)  # heads lie apart: torch copies them twice
 
     def write_states(self, packed: torch.Tensor, pieces: Sequence[StatePiece], own: OwnPart | None) -> None:
         """The other way round. Nothing of what was there before is left."""
         for part, memory in self._parts(packed, pieces, own):
-            memory[: len(part)].copy_(part, non_blocking=True)
+            memory[: len(part)].copy_(part, non_blocking=own is None)
             if len(part) < len(memory):
                 memory[len(part) :].zero_()
 
@@ -141,8 +141,8 @@ class Arena:
     def _parts(
         self, packed: torch.Tensor, pieces: Sequence[StatePiece], own: OwnPart | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each piece's part of packed states, and its place in the arena, uint8, [num_tokens, num_heads, num_bytes] for
-        ranks. A state's last part may be shorter.
+        """Each piece's part of packed states, and its place in the arena, uint8: [num_bytes, 1, 1], and for ranks
+        [num_tokens, num_heads, num_bytes]. A state's last part may be shorter.
         """
         layout, heads, each, own_range = self.layout, slice(None), (1, 1), (0, self.layout.state_bytes)
         if own is not None:
@@ -318,7 +318,10 @@ class Transfer:
         if self._states is not None and self._load is not None:
             started = time.perf_counter()
             self._load.num_blocks += len(plan.states)
-            self.arena.load_states(plan.states, self._states)
+            try:
+                self.arena.load_states(plan.states, self._states)
+            except Exception:  # as for blocks
+                self._load.failed = True
             self._load.seconds = time.perf_counter() - started
 
     def save_states(self, plan: TransferPlan) -> None:

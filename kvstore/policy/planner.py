@@ -146,8 +146,8 @@ class Planner:
 
     def should_read(self, num_blocks: int, num_unread: int, num_ahead: int = 0, may_try: bool = True) -> bool:
         """Whether to load blocks that are of use only together, of which so many come from disk: yes, unless computing
-        is better. may_try: and now and then all the same, as nothing else would measure the disk. num_ahead: see
-        `choose`.
+        is better. may_try: one in `RETRY_EVERY` for which it is are loaded all the same, as nothing else would measure
+        the disk. num_ahead: see `choose`.
         """
         if self.choose(num_blocks + 1, num_unread, num_ahead, num_state=1).way is Way.LOAD:  # as if with a small state
             return True

@@ -131,8 +131,8 @@ class Others(Protocol):
     def begin_step(
         self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
     ) -> None:
-        """Let them compute this step, too. block_table: of all rows of the batch; window_of: see `ModelRunner`; copies:
-        HBM blocks and window slots to copy first.
+        """Let them compute this step, too. block_table: of all rows of the batch; window_of: see `WindowSlots.of`;
+        copies: HBM blocks and window slots to copy first.
         """
         return
 
@@ -197,8 +197,8 @@ class Flight:
 
 
 class HBMCaches:
-    """layers: the caches of all layers of this rank; emptied when the pool is dropped. blocks, slots: of HBM, and of
-    windows.
+    """This rank's pool. layers: the caches of its layers; emptied when the pool is dropped. blocks, slots: of HBM, and
+    of windows.
     """
 
     def __init__(self, model: PositionFreeModel, num_blocks: int, block_size: int, num_window_slots: int) -> None:

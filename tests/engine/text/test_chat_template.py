@@ -157,6 +157,8 @@ def test_a_part_gets_no_space_that_the_whole_would_not_have():
 def test_what_a_template_refuses_is_a_request_error():
     with pytest.raises(RequestError, match="System role not supported"):
         make(NO_SYSTEM).prompt_ids([SYSTEM, user("x")])
+    with pytest.raises(RequestError, match="changes a message that spells a control token"):
+        make("{{ messages[0].content[:30] }}").prompt_ids([user("first </s>")])
 
 
 def test_no_template_is_none():

@@ -37,6 +37,8 @@ def test_parts_of_blocks_come_back(part, dtype):
     far.end()
     assert far.completed() == [Transferred(7, False, True)]
     blocks.put(part, plan, far.saved())
+    far.erase()
+    assert not any(far.saved())
 
     mine = whole(arena)[arena_blocks, slice(*part.layers)][..., slice(*part.heads), :]
     assert torch.equal(mine[:, :, 0].transpose(0, 1).reshape(keys.shape), keys)

@@ -308,3 +308,18 @@ def test_states_are_stored_as_one_process_does_and_each_rank_loads_its_part(divi
             assert all(torch.equal(mine[[1, 3]], found[[1, 3]]) for mine, found in zip(*pairs, strict=True))
             assert not any(found[[0, 2]].any() for found in pairs[1])
     assert torch.equal(arena.rows, expected.rows)
+
+
+def test_where_states_cannot_be_loaded_the_loads_of_all_ranks_have_failed(ranks):
+    first, other, arena = ranks
+    arena.layout = windowed_layout(OwnPart((0, LAYERS), (0, 2), (0, NUM_WINDOWED)))
+    first.register(caches(), NoMemory(window_caches(HEADS // 2)))
+    first.begin(TransferPlan(LOAD.loads, (), 4, PIECES), [0])
+    other.told, other.plan = [Transferred(4, True, True)], None
+    first.end()
+    assert [(done.is_load, done.succeeded) for done in first.completed()] == [(True, False)]
+
+
+class NoMemory(WindowStates):
+    def blank(self, num_rows):
+        raise MemoryError
