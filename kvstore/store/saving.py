@@ -297,6 +297,8 @@ class StepsInFlight:
             self._stats.loaded += len(step.loads)
         else:
             step.is_garbage = True
+            for ticket, later in self.by_ticket.items():  # its request may have left before this was told
+                later.is_garbage |= ticket > done.ticket and bool(later.states)
             self._stats.load_failures += len(step.loads)
             self._failed_blocks += [load.block_number for load in step.loads if isinstance(load, Load)]
         self._release_loads(step)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.blocks.records import Load, Transferred
 from kvstore.memory.tier import ArenaBlockState
 from kvstore.stats import Losses
 from tests.support.store.prefetch_bench import SIZE
@@ -172,6 +173,25 @@ def test_a_save_that_fails_is_a_hole(made):
     assert made.is_saved(request) == [True, False] and made.steps.num_unsaved == 1
     made.ended(request)
     assert made.steps.num_usable(request, 2) == 1
+    made.check_idle()
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_a_state_behind_what_was_loaded_in_vain_is_not_kept(made, succeeded):
+    """It was saved as its request left, before its step had told that."""
+    made.stored.num_state_blocks = 2
+    request = made.computed(1)
+    made.save((request, 0, SIZE))
+    arena_block = made.cpu.arena_block_of(request.chain[0])
+    made.cpu.acquire(arena_block)
+    made.steps.add_loads([Load(1, arena_block, 0, request.chain[0])])
+    step, state = made.plan(), made.steps.plan_states([(0, made.stored.state_records(request, 1))], None)
+    made.steps.begun(step.ticket)
+    for done in (Transferred(state.ticket, False, True), Transferred(step.ticket, True, succeeded)):
+        made.steps.transferred(done)
+    made.steps.end_steps()
+    assert made.stored.has_state(request.chain[0]) == succeeded
+    made.ended(request)
     made.check_idle()
 
 
