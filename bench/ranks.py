@@ -67,7 +67,7 @@ def measured(count: int, num_requests: int, num_tokens: int, context_len: int) -
     channel, sends, rounds = Channel(ours), list[float](), list[float]()
     for _ in range(count):
         started = time.perf_counter()
-        message = encode(step_of(inputs, table, None, BLOCK_SIZE, ((), ()), None))
+        message = encode(step_of(inputs, table, None, ((), ()), None))
         channel.send_all(message)
         sent, answered = time.perf_counter(), list[bytes]()
         while not answered:

@@ -172,7 +172,7 @@ def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
         launching = started_here(arguments, silence_s, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
     with launching as launch:
-        yield Ranks(launch, config.block_size, config.tensor_parallel_size - 1)
+        yield Ranks(launch, config.tensor_parallel_size - 1)
 
 
 class LocalCore:

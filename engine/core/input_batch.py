@@ -132,6 +132,11 @@ class InputBatch:
             order=order,
         )
 
+    def table_of(self, inputs: StepInputs) -> np.ndarray:
+        """The block table of a step's requests, [num_requests, width], wide enough for the longest context."""
+        width = -(-int(inputs.context_lens.max()) // self.block_size)
+        return self.block_table[inputs.rows, :width]
+
     def apply_allocations(self, scheduled: tuple[Scheduled, ...]) -> Copies:
         """Write the new block numbers into the table; returns the block copies of the step."""
         copies = []

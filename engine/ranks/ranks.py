@@ -279,10 +279,10 @@ class Ranks:
     One thread at a time sends steps, and one collects ended transfers.
     """
 
-    def __init__(self, launch: Launch, block_size: int, num_partners: int = 0) -> None:
+    def __init__(self, launch: Launch, num_partners: int = 0) -> None:
         self.others, self.num_others = [OtherRank(child) for child in launch.others], len(launch.others)
         self.rendezvous, self.host, self.arena_descriptor = launch.rendezvous, launch.host, launch.arena
-        self._block_size, self._num_partners = block_size, num_partners
+        self._num_partners = num_partners
         self._plan: tuple[TransferPlan, Moves] | None = None  # loads and saves of the step that is being prepared
         self._blocks: Blocks | None = None
 
@@ -336,12 +336,12 @@ class Ranks:
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def begin_step(
-        self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
+        self, inputs: StepInputs, table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
     ) -> None:
         self.check()
         plan, self._plan = self._plan, None
         moves = None if plan is None else plan[1]
-        step = step_of(inputs, block_table, window_of, self._block_size, copies, moves)
+        step = step_of(inputs, table, window_of, copies, moves)
         if plan is None or self.arena_descriptor is not None:
             self._tell(encode(step))
             return

@@ -107,15 +107,13 @@ def moves_of(plan: TransferPlan, row_starts: Sequence[int]) -> Moves:
 
 
 def step_of(
-    inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, block_size: int,
-    copies: tuple[Copies, Copies], moves: Moves | None,
+    inputs: StepInputs, table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies],
+    moves: Moves | None,
 ) -> RankStep:  # fmt: skip
-    """The message for a step. block_table: of all rows of the batch."""
+    """The message for a step; see `Others.begin_step`."""
     arrays = (
         inputs.token_ids, inputs.positions, inputs.slots, inputs.query_start, inputs.context_lens, inputs.sample_tokens
     )  # fmt: skip
-    width = -(-int(inputs.context_lens.max()) // block_size)
-    table = block_table[inputs.rows, :width]
     numbers = np.concatenate(arrays).tobytes()
     windows = b"" if window_of is None else window_of[table].tobytes()
     blocks, slots = map(list, copies)

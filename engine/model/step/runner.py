@@ -129,10 +129,10 @@ class Others(Protocol):
         return nullcontext()
 
     def begin_step(
-        self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
+        self, inputs: StepInputs, table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
     ) -> None:
-        """Let them compute this step, too. block_table: of all rows of the batch; window_of: see `WindowSlots.of`;
-        copies: HBM blocks and window slots to copy first.
+        """Let them compute this step, too. table: its block table; window_of: see `WindowSlots.of`; copies:
+        HBM blocks and window slots to copy first.
         """
         return
 
@@ -163,10 +163,10 @@ class Flight:
         self._is_in_forward = False
 
     def begin(
-        self, inputs: StepInputs, block_table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
+        self, inputs: StepInputs, table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
     ) -> None:
         """A forward begins here; see `Others.begin_step`."""
-        self.others.begin_step(inputs, block_table, window_of, copies)
+        self.others.begin_step(inputs, table, window_of, copies)
         self._is_in_forward = True
 
     def computed(self, launched: Launched, logits: Tensor | None) -> None:
@@ -307,10 +307,11 @@ class ModelRunner:
             row_starts[inputs.order] = inputs.query_start[:-1]
             self.connector.start_load_kv(output.plan, row_starts.tolist())
         launched = Launched(output.scheduled, start=self.clock.mark())
-        self._flight.begin(inputs, self.batch.block_table, self._window_of, copies)
+        table = self.batch.table_of(inputs)
+        self._flight.begin(inputs, table, self._window_of, copies)
         built = time.perf_counter()
         with nullcontext() if self._team is None else self._team.step(output.num_tokens):
-            logits = self._forward(inputs, output, sampled)
+            logits = self._forward(inputs, table, output, sampled)
             computed = time.perf_counter()
             launched.note_samples(inputs)
             self._flight.computed(launched, logits)
@@ -432,11 +433,11 @@ class ModelRunner:
             self.states.overwrite(slots)
         self._flight.others.overwrite(blocks, slots)
 
-    def _forward(self, inputs: StepInputs, output: SchedulerOutput, sampled: Tensor | None) -> Tensor | None:
+    def _forward(
+        self, inputs: StepInputs, table: np.ndarray, output: SchedulerOutput, sampled: Tensor | None
+    ) -> Tensor | None:
         """The logits; None on the first stage of a pipeline, where they come later."""
         plan = output.plan
-        width = -(-int(inputs.context_lens.max()) // self.batch.block_size)
-        table = self.batch.block_table[inputs.rows, :width]
         has_loads = plan is not None and bool(plan.loads)  # a graph does not wait for them layer by layer
         form = None if self.graphs is None or has_loads else self.graphs.form_of(inputs)
         if self.graphs is not None and form is not None:

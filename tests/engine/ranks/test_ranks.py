@@ -108,7 +108,7 @@ def test_what_cannot_be_divided_is_refused_and_leaves_nothing(model, saved_model
 def test_what_keeps_another_rank_from_starting_is_told_with_its_number(tmp_path):
     arguments = [{"model": str(tmp_path / "none"), "cache_tiers": {}}]
     with started_here(arguments, 600.0, {}) as launch, pytest.raises(ModelError, match=r"rank 1 of 2: .*none"):
-        Ranks(launch, 16).wait_loaded()
+        Ranks(launch).wait_loaded()
 
 
 @pytest.mark.parametrize(("how", "told"), [("killed", r"ended \(signal 9\)"), ("raises", "no way to the others")])
