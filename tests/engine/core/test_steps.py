@@ -88,10 +88,10 @@ def watch(engine) -> None:
     runner, scheduler = engine.loop.runner, engine.loop.scheduler
     forward, again = runner._forward, scheduler.compute_again
 
-    def forwarded(inputs, plan, sampled):
+    def forwarded(inputs, table, output, sampled):
         reached["ahead"] += sampled is not None
-        reached["ahead with saves"] += sampled is not None and plan is not None
-        return forward(inputs, plan, sampled)
+        reached["ahead with saves"] += sampled is not None and output.plan is not None
+        return forward(inputs, table, output, sampled)
 
     def computed_again(request_id):
         reached["computed again"] += 1
