@@ -9,8 +9,7 @@ import time
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from enum import StrEnum
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import lmdb
 from msgspec.structs import replace
@@ -25,7 +24,6 @@ FORMAT_KEY, FORMAT = b"format", b"kvstore blocks 2"
 CREATED_KEY = b"created"
 COUNTER_KEY = b"counter"
 SCAN_BATCH = 4096
-T = TypeVar("T")
 _PAGE_HEADER_BYTES, _NODE_BYTES = 16, 8 + BLOCK_ID_BYTES
 
 
@@ -113,27 +111,16 @@ def pack_index(record: BlockRecord, stored_bytes: int, now_s: float) -> bytes:
     return pack(IndexRecord(record.parent_id, stored_bytes, record.created_s, now_s, record.model, record.tenant))
 
 
-def unpack_index(
-    block_id: BlockId, packed: bytes | memoryview, ids: dict[BlockId, BlockId] | None = None
-) -> IndexEntry | None:
-    """None when these are not bytes of an index record. ids: see `scan_index`."""
+def unpack_index(block_id: BlockId, packed: bytes | memoryview, seen: dict[object, Any]) -> IndexEntry | None:
+    """None when these are not bytes of an index record. seen: see `scan_index`."""
     try:
         found = unpack(IndexRecord, packed)
     except ValueError:
         return None
     if found.parent_id == block_id or len(block_id) != BLOCK_ID_BYTES:
         return None
-    parent_id = found.parent_id if ids is None else ids.setdefault(found.parent_id, found.parent_id)
-    return IndexEntry(
-        block_id, parent_id, _one(found.stored_bytes), found.created_s, found.last_access_s, _one(found.model),
-        _one(found.tenant),
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def _one(value: T) -> T:
-    """Intern it: a million records share a few models and sizes."""
-    return value
+    parts = (found.parent_id, found.stored_bytes, found.last_access_s, found.model, found.tenant)
+    return IndexEntry(block_id, *map(seen.setdefault, parts, parts))
 
 
 def changed(packed: bytes | memoryview, **fields: float) -> bytes | memoryview:
@@ -145,15 +132,15 @@ def changed(packed: bytes | memoryview, **fields: float) -> bytes | memoryview:
 
 
 def scan_index(
-    txn: Any, tables: Tables, ids: dict[BlockId, BlockId], after: BlockId | None
+    txn: Any, tables: Tables, seen: dict[object, Any], after: BlockId | None
 ) -> tuple[list[IndexEntry], BlockId | None]:
-    """The next entries in the order of ids, and where to go on; None at the end. ids: of the whole scan, so that those
-    of a block and of the parent that others name are one object.
+    """The next entries in the order of ids, and where to go on; None at the end. seen: what the whole scan has read, so
+    that what is equal is one object: a block's id and the parent that others name, the time of all in a transaction.
     """
     entries, last = [], None
     for key, packed in keys_after(txn, tables.index, after, SCAN_BATCH):
-        last = ids.setdefault(key, key)
-        entry = unpack_index(last, packed, ids)
+        last = seen.setdefault(key, key)
+        entry = unpack_index(last, packed, seen)
         if entry is not None:
             entries.append(entry)
     return entries, last

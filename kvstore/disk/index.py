@@ -46,12 +46,11 @@ class TenantBytes:
 
 
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):  # a million of them: smaller and made faster than dataclasses
-    """One block on disk. stored_bytes: what it takes in the file; times in seconds since the epoch."""
+    """One block on disk. stored_bytes: what it takes in the file; last_access_s: in seconds since the epoch."""
 
     block_id: BlockId
     parent_id: BlockId
     stored_bytes: int
-    created_s: float
     last_access_s: float
     model: str = ""
     tenant: str = ""
@@ -102,7 +101,7 @@ class DiskIndex:
             entry = self._entries[leaf]
             root = int.from_bytes(leaf[:8], "little")
             used_s = min(entry.last_access_s, now_s)  # the clock may have been set back
-            one = Conversation(number, root, entry.created_s, used_s, use=number)
+            one = Conversation(number, root, used_s, used_s, use=number)
             self._tree.claim(one, leaf)
             if (name := self._name_of(leaf)) is not None:
                 found.append((name, one))

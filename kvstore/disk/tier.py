@@ -134,7 +134,8 @@ class DiskTier:
                     return Written(error=WriteError.NO_SPACE)
                 with tables.env.begin(write=True) as txn:
                     _delete_and_touch(txn, tables, deletes, touched)
-                    stored = [self._put(txn, tables, *put) for put in puts]
+                    now_s = self._clock()
+                    stored = [self._put(txn, tables, now_s, *put) for put in puts]
                     used_bytes = disk_format.used_bytes(txn, tables)
                 self.file.note_space(tables, used_bytes)
             except lmdb.PanicError:
@@ -159,12 +160,14 @@ class DiskTier:
                 return error
         return None
 
-    def _put(self, txn: lmdb.Transaction, tables: Tables, record: BlockRecord, view: memoryview) -> Stored:
+    def _put(
+        self, txn: lmdb.Transaction, tables: Tables, now_s: float, record: BlockRecord, view: memoryview
+    ) -> Stored:
         """Put a block."""
         value = codec.encode(record, view, codec.CODECS[self.codec], self.itemsize)
         txn.put(record.block_id, value, db=tables.values)
         size = disk_format.footprint(len(value), tables.page_bytes)
-        txn.put(record.block_id, disk_format.pack_index(record, size, self._clock()), db=tables.index)
+        txn.put(record.block_id, disk_format.pack_index(record, size, now_s), db=tables.index)
         return Stored(record.block_id, None, size)
 
     def _make_writable(self) -> None:
@@ -231,10 +234,10 @@ class DiskTier:
         Ends early when the file cannot be read.
         """
         last: BlockId | None = None
-        ids: dict[BlockId, BlockId] = {}
+        seen: dict[object, Any] = {}
         unreadable: tuple[list[IndexEntry], BlockId | None] = ([], None)
         while True:
-            entries, last = self.file.look_up(partial(disk_format.scan_index, ids=ids, after=last), unreadable)
+            entries, last = self.file.look_up(partial(disk_format.scan_index, seen=seen, after=last), unreadable)
             if last is None:
                 return
             yield entries
@@ -372,7 +375,7 @@ class VerifyReport:
                 self._corrupt(key)
             elif packed is None:
                 self._orphan(key)
-            elif not _agree(header, disk_format.unpack_index(key, bytes(packed)), len(value), tables):
+            elif not _agree(header, disk_format.unpack_index(key, bytes(packed), {}), len(value), tables):
                 self._corrupt(key)
             else:
                 self.num_ok += 1

@@ -153,9 +153,7 @@ class DiskContents:
         """Add a block that was written."""
         before = self.index.get(record.parent_id)
         parent_id = record.parent_id if before is None else before.block_id  # one object for each id
-        entry = IndexEntry(
-            record.block_id, parent_id, stored_bytes, record.created_s, self._clock(), record.model, record.tenant
-        )
+        entry = IndexEntry(record.block_id, parent_id, stored_bytes, self._clock(), record.model, record.tenant)
         self.index.add(entry, None if record.is_state else conversation)
         if record.is_state and conversation is not None:  # one of several branches that it ends
             self.index.claim(record.block_id, conversation, keeps_pin=True)

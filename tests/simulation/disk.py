@@ -169,9 +169,7 @@ class Disk:
         assert value == self.book.blocks[record.block_id], "the disk is given another content than the record says"
         assert record.parent_id == self.book.parents[record.block_id], "the disk is given another parent"
         now_s, block_id = self.clock.now_s, record.block_id
-        entry = IndexEntry(
-            block_id, record.parent_id, self.book.stored_bytes, record.created_s, now_s, record.model, record.tenant
-        )
+        entry = IndexEntry(block_id, record.parent_id, self.book.stored_bytes, now_s, record.model, record.tenant)
         self.platter.values[block_id] = (entry, record, value)
         self.platter.rotten.discard(block_id)
         if not self.weather.quiet and self.rng.random() < self.faults.rotten:

@@ -35,7 +35,7 @@ def on_cpu(what: Evict) -> list[bytes]:
 def on_disk(what: Evict) -> list[bytes]:
     index = DiskIndex(clock=lambda: NOW_S)
     for name, parent, used_s, model in CHAINS:
-        index.add(IndexEntry(block(name), block(parent), 10, 0.0, used_s, model))
+        index.add(IndexEntry(block(name), block(parent), 10, used_s, model))
     return index.select(what)
 
 

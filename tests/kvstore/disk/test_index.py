@@ -16,7 +16,7 @@ def block(name: str) -> bytes:
 
 
 def entry(name: str, parent: str, size: int = 10, used_s: float = 0.0, model: str = "m") -> IndexEntry:
-    return IndexEntry(block(name), block(parent), size, used_s, used_s, model, "tenant")
+    return IndexEntry(block(name), block(parent), size, used_s, model, "tenant")
 
 
 def conversation(index: DiskIndex, name: str, length: int, parent: str = "root") -> None:
@@ -91,7 +91,7 @@ def test_whatever_changes_sums_and_order_agree_and_what_goes_was_a_leaf(seed):
         if action < 0.6:
             parent = rng.choice(known) if known and rng.random() < 0.8 else rng.randbytes(32)
             known.append(rng.randbytes(32))
-            index.add(IndexEntry(known[-1], parent, rng.randrange(1, 50), now, now, tenant=rng.choice("ab")))
+            index.add(IndexEntry(known[-1], parent, rng.randrange(1, 50), now, tenant=rng.choice("ab")))
         elif action < 0.75 and known:
             index.touch(rng.choice(known), now)
         elif action < 0.85 and known:

@@ -86,7 +86,7 @@ def test_scan_gives_what_the_index_needs(store, monkeypatch):
     assert index.bytes.total == sum(entry.stored_bytes for entry in entries(tier).values())
     entry = index.get(record(9).block_id)
     assert (entry.parent_id, entry.model, entry.tenant) == (record(8).block_id, "model 0", "tenant")
-    assert (entry.created_s, entry.last_access_s) == (1.0, 5.0)
+    assert entry.last_access_s == 5.0
     (victim,) = index.take_victims(1)
     assert victim.block_id not in index and victim.block_id not in index.links.children_of
 
@@ -264,8 +264,8 @@ def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store):
 @pytest.mark.parametrize("when", [float("nan"), float("inf")])
 def test_an_index_record_of_no_time_is_none(when):
     packed = disk_format.pack_index(record(1), 4096, 5.0)
-    assert disk_format.unpack_index(record(1).block_id, packed).last_access_s == 5.0
-    assert disk_format.unpack_index(record(1).block_id, disk_format.changed(packed, last_access_s=when)) is None
+    assert disk_format.unpack_index(record(1).block_id, packed, {}).last_access_s == 5.0
+    assert disk_format.unpack_index(record(1).block_id, disk_format.changed(packed, last_access_s=when), {}) is None
     assert disk_format.changed(b"no record", last_access_s=5.0) == b"no record"
 
 
