@@ -111,16 +111,24 @@ def pack_index(record: BlockRecord, stored_bytes: int, now_s: float) -> bytes:
     return pack(IndexRecord(record.parent_id, stored_bytes, record.created_s, now_s, record.model, record.tenant))
 
 
-def unpack_index(block_id: BlockId, packed: bytes | memoryview, seen: dict[object, Any]) -> IndexEntry | None:
-    """None when these are not bytes of an index record. seen: see `scan_index`."""
+def unpack_index(
+    block_id: BlockId, packed: bytes | memoryview, ids: dict[BlockId, BlockId], facts: dict[Any, Any]
+) -> IndexEntry | None:
+    """None when these are not bytes of an index record. ids, facts: see `scan_index`."""
     try:
         found = unpack(IndexRecord, packed)
     except ValueError:
         return None
     if found.parent_id == block_id or len(block_id) != BLOCK_ID_BYTES:
         return None
-    parts = (found.parent_id, found.stored_bytes, found.last_access_s, found.model, found.tenant)
-    return IndexEntry(block_id, *map(seen.setdefault, parts, parts))
+    parent_id, size, used_s, model, tenant = (
+        found.parent_id, found.stored_bytes, found.last_access_s, found.model, found.tenant,
+    )  # fmt: skip
+    once = facts.setdefault
+    return IndexEntry(
+        block_id, ids.setdefault(parent_id, parent_id), once(size, size), once(used_s, used_s), once(model, model),
+        once(tenant, tenant),
+    )  # fmt: skip
 
 
 def changed(packed: bytes | memoryview, **fields: float) -> bytes | memoryview:
@@ -132,15 +140,16 @@ def changed(packed: bytes | memoryview, **fields: float) -> bytes | memoryview:
 
 
 def scan_index(
-    txn: Any, tables: Tables, seen: dict[object, Any], after: BlockId | None
+    txn: Any, tables: Tables, ids: dict[BlockId, BlockId], facts: dict[Any, Any], after: BlockId | None
 ) -> tuple[list[IndexEntry], BlockId | None]:
-    """The next entries in the order of ids, and where to go on; None at the end. seen: what the whole scan has read, so
-    that what is equal is one object: a block's id and the parent that others name, the time of all in a transaction.
+    """The next entries in the order of ids, and where to go on; None at the end. ids, facts: what the whole scan has
+    read, so that what is equal is one object: a block's id and the parent that others name; sizes, models, and the time
+    of all in a transaction.
     """
     entries, last = [], None
     for key, packed in keys_after(txn, tables.index, after, SCAN_BATCH):
-        last = seen.setdefault(key, key)
-        entry = unpack_index(last, packed, seen)
+        last = ids.setdefault(key, key)
+        entry = unpack_index(last, packed, ids, facts)
         if entry is not None:
             entries.append(entry)
     return entries, last

@@ -234,10 +234,10 @@ class DiskTier:
         Ends early when the file cannot be read.
         """
         last: BlockId | None = None
-        seen: dict[object, Any] = {}
+        scan = partial(disk_format.scan_index, ids={}, facts={})
         unreadable: tuple[list[IndexEntry], BlockId | None] = ([], None)
         while True:
-            entries, last = self.file.look_up(partial(disk_format.scan_index, seen=seen, after=last), unreadable)
+            entries, last = self.file.look_up(partial(scan, after=last), unreadable)
             if last is None:
                 return
             yield entries
@@ -375,7 +375,7 @@ class VerifyReport:
                 self._corrupt(key)
             elif packed is None:
                 self._orphan(key)
-            elif not _agree(header, disk_format.unpack_index(key, bytes(packed), {}), len(value), tables):
+            elif not _agree(header, disk_format.unpack_index(key, bytes(packed), {}, {}), len(value), tables):
                 self._corrupt(key)
             else:
                 self.num_ok += 1

@@ -264,8 +264,8 @@ def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store):
 @pytest.mark.parametrize("when", [float("nan"), float("inf")])
 def test_an_index_record_of_no_time_is_none(when):
     packed = disk_format.pack_index(record(1), 4096, 5.0)
-    assert disk_format.unpack_index(record(1).block_id, packed, {}).last_access_s == 5.0
-    assert disk_format.unpack_index(record(1).block_id, disk_format.changed(packed, last_access_s=when), {}) is None
+    assert disk_format.unpack_index(record(1).block_id, packed, {}, {}).last_access_s == 5.0
+    assert disk_format.unpack_index(record(1).block_id, disk_format.changed(packed, last_access_s=when), {}, {}) is None
     assert disk_format.changed(b"no record", last_access_s=5.0) == b"no record"
 
 
