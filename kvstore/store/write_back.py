@@ -133,6 +133,9 @@ class WriteBack:
         if not self._cpu.is_current(arena_block) or self.contents.contains(record.block_id):
             self._drop_first(own)  # deleted, or there already
             return True
+        if record is not own and self._is_ahead(own):
+            self.dirty.rotate(-1)
+            return True
         if record is not own and self._lacks_parent(record):
             self._refuse_first(own, "the disk has evicted what it is built on")
             return True
@@ -161,10 +164,17 @@ class WriteBack:
         """
         if not self.contents.quantises or is_quantised(own.block_id):
             return own
-        before = self.before_splice.get(own.block_id, own.parent_id)
+        before = self._before(own)
         if not is_quantised(before) and self._will_have(before):
             return own
         return replace(own, block_id=quantised_id(own.block_id), parent_id=quantised_id(own.parent_id))
+
+    def _before(self, own: BlockRecord) -> BlockId:
+        return self.before_splice.get(own.block_id, own.parent_id)
+
+    def _is_ahead(self, own: BlockRecord) -> bool:
+        """Whether the block before this one waits, too: what failed comes back in any order, and that block decides."""
+        return self._cpu.arena_block_of(self._before(own)) in self.dirty
 
     def _lacks_parent(self, record: BlockRecord) -> bool:
         """Whether the disk has evicted what a quantised copy is built on: the CPU tier keeps the exact block then."""
@@ -255,8 +265,15 @@ class WriteBack:
         self.contents.removing.pump()
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
-        """These and all that builds on them, on disk or in the CPU tier, parents before children."""
-        return self._cpu.with_descendants(self.contents.with_descendants(block_ids))
+        """These and all that builds on them, on disk or in the CPU tier, parents before children. In the CPU tier an
+        exact block may build on one of which only the disk's copy is left.
+        """
+        found = self._cpu.with_descendants(self.contents.with_descendants(block_ids))
+        copies = {one for one in found if is_quantised(one)}
+        if copies:
+            before = (one for one in self._cpu.absent_parents() if one not in self.contents.index)
+            found = self._cpu.with_descendants([*found, *(one for one in before if quantised_id(one) in copies)])
+        return found
 
     def delete_tree(
         self, block_id: BlockId, gone: Sequence[BlockId] = (), result: ReadResult = ReadResult.CORRUPT

@@ -30,8 +30,10 @@ from tests.support.engines import (
     open_engine,
     save_model,
     settle,
+    stored_parents,
     tokens,
 )
+from tests.support.faults import constants, transactions_that
 from tests.support.redis_server import wait_for_answers
 
 MODEL = {"tokenizer": True}
@@ -165,6 +167,24 @@ def test_a_chain_that_began_exactly_stays_exact_and_other_codecs_read_copies(aga
     check_closed(engine, {engine.facts.root("")})
 
 
+def test_a_chain_that_began_exactly_stays_exact_when_its_writes_fail(again):
+    ask(again("raw"), PROMPT)
+    engine, num_begun = again("int8"), 0
+
+    def three_fail() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun <= 3:
+            raise OSError("the disk fails for now")
+
+    waiting = engine.connector.parts.store.disk._tier._pending
+    with constants(waiting, _batch_bytes=1), transactions_that(three_fail):  # a block each: they come back one by one
+        ask(engine, PROMPT + tokens(8, 100))
+        settle(engine)
+    assert num_begun > 3 and not any(map(is_quantised, stored_parents(engine)))
+    check_closed(engine, {engine.facts.root("")})
+
+
 def test_choices_of_one_prompt_begin_with_the_same_copies(again):
     ask(again(), PROMPT)
     engine = again()
@@ -292,6 +312,17 @@ def test_deleting_a_session_reaches_its_copies_and_what_was_computed_behind_them
     settle(engine)
     engine.admin.delete_session("s")
     assert nothing_is_left(engine)
+
+
+def test_what_was_computed_behind_blocks_that_memory_alone_has_goes_with_their_copies(again):
+    engine = again()
+    ask(engine, PROMPT)
+    evict_cpu(engine)
+    ask(engine, PROMPT + tokens(8, 60))
+    settle(engine)
+    assert not all(map(is_quantised, stored_parents(engine)))
+    engine.connector.upkeep.forget(chain_of(engine, PROMPT)[:2])
+    assert stored_parents(engine) == {}
 
 
 def test_deleting_a_session_that_began_with_copies_of_another_root_leaves_nothing_in_redis(
