@@ -420,6 +420,8 @@ class ChatSession:
 
     def set_ttl(self, ttl_s: float | None) -> None:
         """Let the session expire this many seconds after its last turn; None keeps it. Needs a first turn."""
+        if ttl_s is not None and (isinstance(ttl_s, str | bool) or not 0 < ttl_s < math.inf):
+            raise RequestError(f"ttl_s is {ttl_s!r}; give seconds, more than 0, or None", param="ttl_s")
         if self.number is None:
             raise RequestError("the session has no turn yet", param="ttl_s")
         self._tell_expiry(self.chats.sessions.set_ttl(self.key, ttl_s).wait())

@@ -270,12 +270,12 @@ def with_kv(
     known = common_prefix(before.token_ids, after.token_ids)
     if before.miss is not None:
         known = min(known, before.miss.token)
-    num_kept = sum(_length(part) for part in parts if isinstance(part, tuple))
-    spliced = _spliced(before, after, parts, client, tenant) if reuse == "reencode" and known < num_kept else None
+    is_wanted = reuse == "reencode" and _num_kept(parts, known) > 0
+    spliced = _spliced(before, after, parts, client, tenant) if is_wanted else None
     if spliced is not None:
         chain, lineage = list(spliced[0]), spliced[1]
         num_reencoded = (lineage.splice_end - (lineage.splice_index or 0)) * size
-        num_kept, known = len(after.token_ids), lineage.splice_end * size
+        known = lineage.splice_end * size
     else:
         num_whole = known // size
         if lineage.splice_index is not None and (reuse == "forget" or num_whole < lineage.splice_end):
@@ -283,13 +283,22 @@ def with_kv(
             known, lineage = min(known, num_whole * size), lineage.exact
         chain = before.chain[:num_whole]
     extend_chain(chain, lineage.root, after.token_ids, size)
-    num_had = (num_kept if after.token_ids else len(before.token_ids)) - known
+    num_had = _num_kept(parts, known) if after.token_ids else len(before.token_ids) - known
     miss = None
     if num_had > 0:
         pairs = enumerate(zip(before.shown, after.shown, strict=False))
         first = next((index for index, (old, new) in pairs if old != new), None)
         miss = Miss("edit", num_had, known, first, None if first is None else after.shown[first]["role"])
     return replace(after, chain=chain, lineage=lineage, miss=miss), num_reencoded
+
+
+def _num_kept(parts: Sequence[Part], known: int) -> int:
+    """How many of the ids that were there before stand behind the first `known` ones now."""
+    end = found = 0
+    for part in parts:
+        start, end = end, end + _length(part)
+        found += max(0, end - max(start, known)) if isinstance(part, tuple) else 0
+    return found
 
 
 def _spliced(before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str) -> Spliced | None:

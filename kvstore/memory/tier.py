@@ -4,7 +4,7 @@ Owns their states and records, not bytes: the arena is given, or there is none w
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
@@ -117,12 +117,17 @@ class CpuTier:
             self._holdings.stored_record(Place.CPU, record)
         self.parents_in_flight.end(record.parent_id)
 
-    def is_needed(self, block_id: BlockId) -> bool:
-        """Whether somebody uses this block here, or a block that is here or in flight builds on it."""
+    def is_needed(self, block_id: BlockId, without: Container[BlockId] = frozenset()) -> bool:
+        """Whether somebody uses this block here, or a block that is here or in flight builds on it. without: as if
+        these were gone.
+        """
         if block_id in self.parents_in_flight:
             return True
-        one = self.pool.lookup(block_id)
-        return one is not None and (not self.pool.is_free(one) or one in self.pool.tree.links.children_of)
+        one, pool = self.pool.lookup(block_id), self.pool
+        if one is None or block_id in without:
+            return False
+        children = pool.tree.links.children(one)
+        return not pool.is_free(one) or any(pool.block_id(child) not in without for child in children)
 
     def is_current(self, arena_block: int) -> bool:
         """Whether its content can be found."""

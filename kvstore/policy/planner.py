@@ -125,8 +125,8 @@ class Planner:
         self._remote.add(num_bytes, seconds / num_active)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Measure an ended step with a prefill of this many tokens; few tokens are ignored."""
-        if num_tokens >= LEAST_CHUNK_TOKENS // 2 or self._prefill.per_s is None:
+        """Measure an ended step with a prefill of this many tokens; few tokens say only that more is possible."""
+        if num_tokens >= LEAST_CHUNK_TOKENS // 2 or num_tokens > seconds * (self._prefill.per_s or 0.0):
             self._prefill.add(num_tokens, seconds)
             self._num_waited = 0
 

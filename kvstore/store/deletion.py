@@ -86,7 +86,7 @@ class Deletion:
         for block_id in () if what.dry_run else in_cpu:
             self._cpu.forget(block_id)
         if self._disk is not None:
-            on_disk, found["disk"] = self._disk.select(what)
+            on_disk, found["disk"] = self._disk.select(what, frozenset(in_cpu))
             chosen.update(on_disk)
             if not what.dry_run:
                 self._disk.delete(on_disk)

@@ -12,7 +12,8 @@ only because every block that is free there has been written.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -309,11 +310,13 @@ class WriteBack:
         self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])
         return bool(victims)
 
-    def select(self, what: Evict) -> tuple[list[BlockId], Evicted]:
-        """Matching blocks on disk, tails first, and their size. Blocks in use stay, unless they are named."""
+    def select(self, what: Evict, without: Container[BlockId] = frozenset()) -> tuple[list[BlockId], Evicted]:
+        """Matching blocks on disk, tails first, and their size. Blocks in use stay, unless they are named. without: the
+        CPU tier's that go before.
+        """
         index = self.contents.index
         named = what.everything or what.block_ids is not None
-        chosen = index.select(what) if named else index.select(what, self._cpu.is_needed)
+        chosen = index.select(what) if named else index.select(what, partial(self._cpu.is_needed, without=without))
         entries = [index.get(block_id) for block_id in chosen]
         return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))
 

@@ -34,9 +34,10 @@ LOGGER = logging.getLogger("kvstore.service")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
 CONSTRAINTS = dict.fromkeys((
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "chat_template_kwargs", "continue_final_message",
-    "documents", "functions", "include_stop_str_in_output", "logits_processors", "logprobs", "lora_request",
-    "prompt_embeds", "structural_tag", "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens",
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "chat_template_kwargs", "context_management",
+    "continue_final_message", "documents", "functions", "include_stop_str_in_output", "logits_processors", "logprobs",
+    "lora_request", "prompt_embeds", "structural_tag", "structured_outputs", "tools", "top_logprobs",
+    "truncate_prompt_tokens",
 ), _NOTHING) | {
     "add_generation_prompt": (None, True),
     "modalities": (None, [], ["text"]),

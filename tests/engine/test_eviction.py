@@ -1,10 +1,12 @@
 """What an engine evicts first: policies, pins, waiting requests, in HBM and below. Small models, real stores."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from kvstore import AnswerOptions, CacheTiers, Engine, SamplingParams
+from kvstore.blocks.records import Evict
 from kvstore.engine.outputs import Earlier
 from kvstore.errors import ConfigError, RequestError
 from kvstore.policy.conversation import Answer
@@ -137,13 +139,30 @@ def test_a_pin_needs_a_time(store, seconds):
         store.admin.pin("s", seconds)
 
 
+@pytest.mark.parametrize("ttl_s", [-1, 0, float("nan"), float("inf"), "60", True])
+def test_a_ttl_needs_a_time(store, ttl_s):
+    chat = store.chat("s")
+    chat.send("Hello", greedy(2))
+    with pytest.raises(RequestError, match="seconds"):
+        chat.set_ttl(ttl_s)
+
+
+def test_what_an_eviction_would_evict_is_what_it_evicts(store):
+    for seed in range(4):
+        ask(store, tokens(seed, PROMPT), 1)
+    settle(store)
+    for what in (Evict(to_bytes=10 * LLAMA_BLOCK_BYTES), Evict(unused_for_s=0.0)):
+        told = store.admin.evict(replace(what, dry_run=True))
+        assert told["disk"].num_blocks > 0 and store.admin.evict(what) == told
+
+
 def test_a_session_about_to_expire_goes_first(store):
     chat = store.chat("short")
     chat.send("This will not be needed for long, and then it may as well go.", greedy(60))
     for seed in range(2):
         ask(store, tokens(seed, PROMPT), 1)
     chat.send("And once more.", greedy(20))  # used last
-    chat.set_ttl(0.0)
+    chat.set_ttl(1e-6)
     for seed in range(2, 7):
         ask(store, tokens(seed, PROMPT), 1)
     assert store.loop.pool.lookup(chat.window.chain[-1]) is None and in_hbm(store, 1) == 96

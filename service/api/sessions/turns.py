@@ -455,6 +455,8 @@ def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
 async def _wanted(context: Context, request: web.Request, body: ChatBody) -> TurnRequest:
     if body.cache_salt is not None:
         raise bad_request("cache_salt", "a session has no cache_salt", "unsupported")
+    if body.priority:
+        raise bad_request("priority", "a session's turns have no priority", "unsupported")
     truncation, reuse = body.truncation or "auto", body.truncation_reuse or "reencode"
     check_truncation(truncation, reuse)
     system, said = said_of(body)

@@ -80,6 +80,16 @@ def test_the_next_turn_reads_the_changed_conversation(opened, plain, reuse, edit
     assert chat.window.chain[: same // 16] == chain[: same // 16]
 
 
+@pytest.mark.parametrize("reuse", ["exact", "reencode"])
+def test_a_long_question_before_a_changed_answer_does_not_hide_what_is_kept_behind_it(engine, reuse):
+    chat = engine.chat("one", system="Be brief.")
+    chat.send("This is a long message, of this talk and of no other one, about the sea. " * 6, PARAMS)
+    talk(chat, 3)
+    done = chat.edit([{"type": "replace", "index": 2, "content": "Hm."}], reuse)
+    assert done.reuse == reuse and (done.num_reencoded_tokens > 0) == (reuse == "reencode")
+    assert chat.window.miss.cause == "edit"
+
+
 def test_an_edit_is_a_record_and_a_fork_goes_on_without_it(engine, plain):
     chat = begun(engine)
     messages, known = list(chat.messages), list(chat.token_ids)

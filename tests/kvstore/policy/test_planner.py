@@ -56,6 +56,15 @@ def test_always_loads_whatever_it_costs():
     assert planner(1e3, 1e6, always=True).choose(100, 100, stalled_s=100).way is Way.LOAD
 
 
+def test_steps_of_few_tokens_raise_a_rate_and_do_not_lower_it():
+    few = planner(None, 150)
+    few.computed(8, 1.0)
+    assert few.prefill_tokens_per_s == 150
+    for _ in range(20):
+        few.computed(20, 0.01)
+    assert few.prefill_tokens_per_s == 2000
+
+
 def test_a_slow_sample_does_not_last_for_ever():
     slow = planner(1e5, 10_000)
     assert sum(slow.should_load(1000) for _ in range(64)) == 4, "some are loaded all the same, to measure again"

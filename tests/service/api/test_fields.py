@@ -34,6 +34,7 @@ CONSTRAINTS = {
     "chat_template": "{{x}}",
     "chat_template_kwargs": {"enable_thinking": False},
     "audio": {"voice": "x"},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
     "documents": [{"text": "x"}],
     "prompt_embeds": "x",
     "modalities": ["audio"],
@@ -46,7 +47,7 @@ NEUTRAL = {
 
 # What clients send: the openai package, vLLM's benchmarks, guidellm, aiperf, and settings of other servers.
 SENT = """
-message_id     background best_of cache_prompt context_management conversation dry_base echo extra_body
+message_id     background best_of cache_prompt conversation dry_base echo extra_body
     format frequency_penalty function_call id include include_reasoning input instructions
     kv_transfer_params length_penalty lora_path max_completion_tokens max_new_tokens max_output_tokens
     max_prompt_tokens max_tool_calls max_tokens metadata min_length min_new_tokens mirostat models

@@ -197,6 +197,7 @@ BAD = {
         ({"message": "a", "ttl": 1e12}, "ttl", "invalid_value"),
         ({"message": "a", "n": 2}, "n", "invalid_value"),
         ({"message": "a", "cache_salt": "x"}, "cache_salt", "unsupported"),
+        ({"message": "a", "priority": -5}, "priority", "unsupported"),
         ({"message": "word " * 5000, "truncation": "disabled"}, "messages", "context_length_exceeded"),
         (
             {"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}]},
