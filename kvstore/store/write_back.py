@@ -355,7 +355,8 @@ class WriteBack:
 
     def _forget_tails(self) -> None:
         """Drop the CPU tier's blocks whose parents were only on disk, as nobody can use them."""
-        lost = [one for one in self._cpu.absent_parents() if one in self.contents.index]
+        index = self.contents.index
+        lost = [one for one in self._cpu.absent_parents() if one in index or quantised_id(one) in index]
         for block_id in self._cpu.with_descendants(lost):
             self._cpu.forget(block_id)
 
