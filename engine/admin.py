@@ -17,6 +17,7 @@ import msgspec
 from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.config import CODEC_NAMES, one_of
 from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, Prefetch, ReadStats, VerifyBlocks
 from kvstore.engine.outputs import MOST_ASKED, Usage
 from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
@@ -76,7 +77,12 @@ class Admin:
         return {**self._client.call(VerifyBlocks(delete)), "sessions": asdict(self._sessions.check())}
 
     def compact(self, codec: str | None = None) -> dict[str, object]:
-        """Rewrite the store's files without deleted data, and the blocks in this codec (`CacheTiers.codec`)."""
+        """Rewrite the store's files without deleted data, and the blocks in this codec (`CacheTiers.codec`).
+
+        Raises ConfigError for an unknown codec.
+        """
+        if codec is not None:
+            one_of(*CODEC_NAMES).check("codec", codec)
         # First, because it restores a removed file, for which the blocks may leave no room.
         self._sessions.compact()
         return self._client.call(CompactBlocks(codec))

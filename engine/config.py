@@ -22,6 +22,7 @@ from kvstore.config import (
     setting,
     whole,
 )
+from kvstore.engine.text.response_template import families_of
 from kvstore.errors import ConfigError
 from kvstore.remote.names import fleet_secret
 
@@ -145,6 +146,8 @@ class EngineConfig:
         if self.policy in EVICTIONS:
             raise ConfigError("policy", f"{self.policy!r}, an order of eviction", {"eviction": self.policy})
         check_settings(self)
+        if self.tool_call_parser is not None:
+            families_of(self.tool_call_parser)
         if self.tiers.codec == "int8" and self.data_parallel_size > 1:
             raise ConfigError("codec", "int8, but several engines share the disk", "give exact12 or raw")
         if self.num_processes > 1 and self.device.startswith("cuda:"):

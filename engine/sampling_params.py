@@ -33,8 +33,8 @@ def _number(name: str, value: object, low: float, high: float, *, integer: bool 
     fits = low < number <= high if above else low <= number <= high
     if not fits or (integer and not isinstance(value, int)):
         kind = "a whole number" if integer else "a number"
-        bound = f"above {low:g}" if above else f"from {low:g}"
-        raise RequestError(f"{name} is {value!r}; give {kind} {bound} to {high:g}", param=name)
+        bound = f"above {low}" if above else f"from {low}"
+        raise RequestError(f"{name} is {value!r}; give {kind} {bound} to {high}", param=name)
 
 
 def _sequence(name: str, value: object, longest: int) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class StructuredOutputsParams:
             raise RequestError(f"{self.param} {said}; give one of {', '.join(kinds)}", self.param)
         for kind in given:
             if kind in ("regex", "grammar"):
-                _text(kind, kind, getattr(self, kind))
+                _text(kind, "it", getattr(self, kind))
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text("json", self.json))
         if self.choice is not None:
@@ -120,7 +120,9 @@ class StructuredOutputsParams:
     def _checked_choice(self) -> tuple[str, ...]:
         if not isinstance(self.choice, list | tuple) or not all(isinstance(text, str) for text in self.choice):
             raise _refused("choice", "give a list of texts")
-        _text("choice", "choice", "".join(self.choice))
+        if not self.choice:
+            raise _refused("choice", "the list is empty; give one text or more")
+        _text("choice", "it", "".join(self.choice))
         return tuple(self.choice)
 
     def _checked_tags(self) -> tuple[StructuralTag, ...]:

@@ -226,6 +226,8 @@ def check_block_bytes(block_bytes: int, capacity_bytes: int) -> None:
 
 
 def _check_block(key: bytes, parent: bytes | None, position: int) -> None:
+    if not isinstance(key, bytes):
+        raise ConfigError("key", repr(key)[:40], f"give 1 to {MAX_KEY_BYTES:,} bytes")
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ConfigError(f"a key has {len(key):,} bytes; give 1 to {MAX_KEY_BYTES:,}")
     if key == parent:
@@ -235,6 +237,8 @@ def _check_block(key: bytes, parent: bytes | None, position: int) -> None:
 
 
 def _bytes_of(memory: memoryview, writable: bool = False) -> memoryview:
+    if not isinstance(memory, memoryview):
+        raise ConfigError(f"a block's memory is of the type {type(memory).__name__}; give a memoryview")
     if not memory.nbytes or not memory.c_contiguous or (writable and memory.readonly):
         kind = f"{memory.nbytes} bytes{', read-only' * memory.readonly}{', in pieces' * (not memory.c_contiguous)}"
         raise ConfigError(f"a block's memory is {kind}; give contiguous bytes{', writable ones' * writable}")

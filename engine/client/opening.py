@@ -45,7 +45,7 @@ def check_divisible(config: EngineConfig) -> None:
         raise ConfigError("cpu", value, "give it a size")
     if tiers.disk and tiers.remote is not None:
         value = f"set, but so is a disk, and {size} engines share one of them"
-        raise ConfigError("remote", value, "give disk 0, or one server to each disk")
+        raise ConfigError("remote", value, {"disk": 0})
 
 
 def divided(config: EngineConfig, root_secret: bytes, disk_owner: str | None) -> list[EngineConfig]:

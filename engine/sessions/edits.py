@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -29,6 +29,7 @@ from kvstore.sessions.record import MessageEdit, TurnRecord, transcript
 # The window after a change of a session, its record, and what to forget.
 Changed = tuple[Window, TurnRecord, Sequence[MessageEdit]]
 Place = tuple[int, int]  # of a message: its turn, and its index among what that turn has added
+TYPES = ("remove", "replace")
 REUSES = ("exact", "reencode", "forget")
 MAX_EDITS = 4096
 # Stand-ins for the turn before one that is rendered alone.
@@ -42,7 +43,7 @@ class Directive(msgspec.Struct, frozen=True):
     the session shows it. tool_call_id: the result of this call.
     """
 
-    type: Literal["remove", "replace"]
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(TYPES)})]
     index: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     tool_call_id: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
@@ -80,6 +81,9 @@ def directives_of(given: Iterable[object], reuse: object) -> list[Directive]:
     except (msgspec.ValidationError, TypeError) as error:
         raise RequestError(f"edits: {str(error).replace('`', '').replace('$', '')}", param="edits") from None
     for index, one in enumerate(found):
+        if one.type not in TYPES:
+            said = f"edits[{index}].type is {one.type[:40]!r}; give {' or '.join(TYPES)}"
+            raise RequestError(said, param=f"edits[{index}].type")
         if one.type == "replace" and one.content is None:
             raise RequestError(f"edits[{index}].content is missing", param=f"edits[{index}].content")
         if one.type == "remove" and one.content is not None:

@@ -87,10 +87,7 @@ def choose_template(tokenizer: Any, parser: str | None = None) -> ResponseTempla
     ConfigError for an unknown name.
     """
     shown = str(tokenizer.chat_template or "")  # several templates are shown, too
-    known = [family for family in _families() if parser is None or parser in family["parsers"]]
-    if not known:
-        names = ", ".join(sorted({name for family in _families() for name in family["parsers"]}))
-        raise ConfigError(f"tool_call_parser is {parser!r}; give one of {names}")
+    known = families_of(parser)
     marked = [family for family in known if all(mark in shown for mark in family["marks"])]
     candidates = marked or (known if parser else [])
     family = max(candidates, key=lambda known: ("calls" in known, len(known["marks"])), default={})
@@ -106,6 +103,15 @@ def choose_template(tokenizer: Any, parser: str | None = None) -> ResponseTempla
         CallSyntax(**family["calls"]) if "calls" in family else None,
         _shown_tokens(spec, tokenizer),
     )
+
+
+def families_of(parser: str | None) -> Sequence[Mapping[str, Any]]:
+    """Those that vLLM's name stands for; None: all. Raises ConfigError for an unknown name."""
+    known = [family for family in _families() if parser is None or parser in family["parsers"]]
+    if not known:
+        names = ", ".join(sorted({name for family in _families() for name in family["parsers"]}))
+        raise ConfigError("tool_call_parser", repr(parser), f"give one of {names}")
+    return known
 
 
 def _shown_tokens(spec: Mapping[str, Any], tokenizer: Any) -> dict[int, str]:

@@ -88,7 +88,7 @@ class EvictRequest(Nothing, frozen=True, rename={"everything": "all"}):
     def __post_init__(self) -> None:
         conditions = (self.unused_for_s, self.session, self.model, self.to_bytes)
         if not self.everything and all(condition is None for condition in conditions):
-            raise ConfigError("evict has no condition; give all, unused_for_s, session, model or to_bytes")
+            raise ConfigError("there is no condition; give all, unused_for_s, session, model or to_bytes")
 
     def selection(self, block_ids: frozenset[BlockId] | None) -> Evict:
         """For the tiers. block_ids: those of `session`; None when it is not set."""

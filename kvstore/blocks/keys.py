@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.blocks.records import BlockRecord
+from kvstore.errors import ConfigError
 
 MAX_KEY_BYTES = 4096
 MAX_POSITION = 2**64 - 1
@@ -47,8 +48,12 @@ class Namespace:
         )  # the root has a fixed length and depends on the store's secret
 
     def block_id(self, key: bytes) -> BlockId:
+        """Raises ConfigError if the key is no bytes, which is not looked at before: a host asks for many."""
         named = self._begun.copy()
-        named.update(key)
+        try:
+            named.update(key)
+        except TypeError:
+            raise ConfigError("key", repr(key)[:40], "give bytes, or of several keys a list of these") from None
         return named.digest()
 
     def ids(self, keys: Sequence[bytes]) -> list[BlockId]:

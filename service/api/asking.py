@@ -4,6 +4,7 @@ Knows no route. A request without any of these does not come here.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -114,11 +115,18 @@ def format_of(wanted: ResponseFormat, param: str) -> StructuredOutputsParams:
 
 
 def structured(param: str, **given: Any) -> StructuredOutputsParams:
-    """Raises RequestError, which names the field."""
+    """given: one kind, which the field `param` is of. Raises RequestError, which names the field."""
     try:
         return StructuredOutputsParams(**given, param=param)
     except RequestError as error:
-        raise RequestError(str(error).replace("structured_outputs", param), param) from None
+        raise RequestError(re.sub(r"^structured_outputs\.\w+", param, str(error)), param) from None
+
+
+def _one_of(given: Mapping[str, Any], param: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**given, param=param)
+    except RequestError as error:  # tags are not taken over HTTP
+        raise RequestError(str(error).removesuffix(", tags"), param) from None
 
 
 def constraint_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -130,7 +138,7 @@ def constraint_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
         if isinstance(value, ResponseFormat):
             return format_of(value, name)
         if isinstance(value, StructuredIn):
-            return structured(name, **msgspec.to_builtins(value))
+            return _one_of(msgspec.to_builtins(value), name)
         kind = name.removeprefix("guided_")
         if kind == "json" and not isinstance(value, str | dict):
             raise bad_request(name, f"{name} is no JSON schema")

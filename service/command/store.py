@@ -183,8 +183,8 @@ STORE_COMMANDS = {
     ),
     "compact": _command(
         "compact", _compact, (CODEC,),
-        "Needs the size of what is kept in free space, with --codec twice that. A server goes on writing in its own "
-        "--codec.\n\nexamples:\n  kvstore compact\n  kvstore compact --codec exact12",
+        "Needs the size of what is kept in free space, with --codec raw twice that. A server goes on writing in its "
+        "own --codec.\n\nexamples:\n  kvstore compact\n  kvstore compact --codec exact12",
     ),
     "sessions": _command(
         "sessions",

@@ -3,6 +3,7 @@
 --json has all numbers; `kvstore stats` shows those that one acts upon: a row per tier, other figures, failures if any.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -170,11 +171,18 @@ def show_accepted(_: str, result: Mapping[str, Any], out: Console) -> None:
     out.print(f"{said}; those that are there stay", soft_wrap=True)
 
 
-def _show_messages(messages: Sequence[Mapping[str, str]], out: Console) -> None:
+def _show_messages(messages: Sequence[Mapping[str, Any]], out: Console) -> None:
     for message in messages:
         who = SPEAKERS.get(message.get("role", ""), printable(message.get("role", "?")) + "> ")
         style = "dim" if who == SYSTEM else ""
-        out.print(Text(who + printable(message.get("content", "")), style=style), soft_wrap=True)
+        parts = [message.get("content", ""), *map(_call, message.get("tool_calls") or ())]
+        out.print(Text(who + printable("\n".join(filter(None, parts))), style=style), soft_wrap=True)
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    """A call of a tool as name(arguments), which are the text of a JSON object, or the object."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return f"{name}({arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)})"
 
 
 def show_stats(stats: Stats, out: Console) -> None:

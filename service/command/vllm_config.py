@@ -13,9 +13,13 @@ from typing import Any
 from kvstore.config import FILE, SWITCH, ValueForm, parse_size
 from kvstore.errors import ConfigError
 from kvstore.service.settings.config_file import Told
+from kvstore.service.settings.engine_options import naming_flags
 from kvstore.service.settings.options import STORE, Command, Option, default_store
 
 CAPACITY = ValueForm("SIZE", parse_size, "a size above 0, such as 8GiB", low=1)
+MODEL = Option(
+    "--model", FILE, None, "the model's directory: flags for layers with states or windows, too", field="model"
+)
 COMMAND = Command(
     "vllm-config",
     {
@@ -24,7 +28,7 @@ COMMAND = Command(
             Option("--cpu", CAPACITY, 8 << 30, "memory that vLLM keeps KV in before the disk", shown="8GiB"),
             Option("--disk", CAPACITY, 64 << 30, "what the store's file may take", shown="64GiB"),
             Option("--on-cpu", SWITCH, False, "the model itself runs on a CPU, too"),
-            Option("--model", FILE, None, "the model's directory: flags for layers with states or windows, too"),
+            MODEL,
         )
     },
     "The store must not be one that `kvstore serve` has open, and each vLLM needs one of its own.\n\nexamples:\n"
@@ -72,14 +76,17 @@ def transfer_config(store: str, cpu_bytes: int, disk_bytes: int, on_cpu: bool) -
     }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The text part of a model's configuration. Raises ConfigError."""
+def flags_for(folder: Path, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """As `model_flags`, for the model in a directory. Raises ConfigError."""
     try:
         config = dict(json.loads((folder / "config.json").read_bytes()))
-        return dict(config.get("text_config") or config)
+        return model_flags(dict(config.get("text_config") or config), on_cpu)
+    except KeyError as error:
+        wrong = f"has no {error}"
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("model", f"{str(folder)!r}, whose config.json cannot be read ({error})", "give a directory "
-                          "with a model in it, such as a snapshot of the hub's") from None  # fmt: skip
+        wrong = f"cannot be read ({error})"
+    value = f"{str(folder)!r}, whose config.json {wrong}"
+    raise ConfigError("model", value, "give a directory with a model in it, such as a snapshot of the hub's")
 
 
 def model_flags(config: Mapping[str, Any], on_cpu: bool) -> tuple[list[str], dict[str, str]]:
@@ -138,11 +145,8 @@ def run(given: Told) -> int:
     transfer = transfer_config(str(store), values["cpu"], values["disk"], values["on_cpu"])
     flags, reasons = list[str](), dict[str, str]()
     if values["model"] is not None:
-        config = read_config(values["model"])
-        try:
-            flags, reasons = model_flags(config, values["on_cpu"])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"--model {values['model']} has a config.json without {error}") from None
+        with naming_flags(given.settings):
+            flags, reasons = flags_for(values["model"], values["on_cpu"])
     for name, reason in {**REASONS, **reasons}.items():
         print(f"# {name}: {reason}")
     own = ["--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor", *flags, "--kv-transfer-config"]

@@ -46,8 +46,9 @@ MOST_SHOWN = 10  # names that a message lists
 DEFAULT = "default"  # the origin of a value that was not given
 DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
-Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
-[serve] or [chat] for that one. What a command deletes is taken from flags only."""
+Order: flag, environment, file (--config), default. The file has settings of serve and chat only, of which other
+commands read what is theirs: max_model_len = 1024 is for every command, and below [serve] or [chat] for that one.
+What a command deletes is taken from flags only."""
 
 
 def default_store() -> str:

@@ -108,6 +108,8 @@ def test_a_message_names_value_and_bounds():
         SamplingParams(temperature=200)
     with pytest.raises(RequestError, match="top_p is 0; give a number above 0 to 1"):
         SamplingParams(top_p=0)
+    with pytest.raises(RequestError, match="max_tokens is 0; give a whole number from 1 to 2147483648"):
+        SamplingParams(max_tokens=0)
     with pytest.raises(RequestError, match=r"n is 1\.5; give a whole number from 1"):
         SamplingParams(n=1.5)
 
@@ -168,11 +170,12 @@ REFUSED_GRAMMARS = {
     "multipleOf: the values come together at 9797": {"json": {"allOf": [{"multipleOf": 101}, {"multipleOf": 9700}]}},
     "json: the schema has 1001 optional properties; at most 1000": {"json": optional(1002, "p7")},
     "tags: they have 2100 optional properties": {"tags": [StructuralTag("<a>", json=optional(700))] * 3},
-    "regex: regex has 65537 bytes": {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)},
-    "regex: regex is ''; give a text": {"regex": ""},
-    "grammar: grammar is not valid Unicode": {"grammar": "\ud800"},
+    "regex: it has 65537 bytes": {"regex": "x" * (MAX_GRAMMAR_BYTES + 1)},
+    "regex: it is ''; give a text": {"regex": ""},
+    "grammar: it is not valid Unicode": {"grammar": "\ud800"},
     "choice: give a list of texts": {"choice": "yes"},
-    "choice: choice is ''": {"choice": []},
+    "choice: the list is empty": {"choice": []},
+    "choice: it is ''": {"choice": [""]},
     "tags: there are 257; at most 256": {"tags": [TAG] * (MAX_TAGS + 1)},
     "tags: they have 1": {"tags": [StructuralTag("<a>", grammar="x" * MAX_GRAMMAR_BYTES)] * 17},
     "required: it is about tags": {"regex": "a", "required": True},

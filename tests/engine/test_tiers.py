@@ -17,6 +17,7 @@ import kvstore.memory.transfer
 from kvstore import Engine
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Evict
+from kvstore.errors import ConfigError
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
     LLAMA_BLOCK_BYTES,
@@ -137,6 +138,8 @@ def test_blocks_are_rewritten_in_another_codec_under_an_engine(model, store):
         engine.flush()
         chain, index = chain_of(engine, prompt), engine.connector.parts.store.disk.contents.index
         computed, before = hbm_blocks(engine, chain), index.bytes.total
+        with pytest.raises(ConfigError, match=r"codec is 'foo'; give .*exact12"):
+            engine.admin.compact("foo")
         engine.admin.compact("exact12")
         engine.check_integrity()
         on_disk = [entry for entries in engine.connector.parts.disk.scan() for entry in entries]

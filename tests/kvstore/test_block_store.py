@@ -266,6 +266,10 @@ def test_a_queue_that_is_full_refuses_and_counts(hosts):
     ("call", "said"),
     [
         (lambda store: store.write(b"", None, 0, memoryview(b"x")), "a key has 0 bytes"),
+        (lambda store: store.write("k", None, 0, memoryview(b"x")), "key is 'k'; give 1 to 4,096 bytes"),
+        (lambda store: store.write(b"k", "j", 0, memoryview(b"x")), "key is 'j'; give bytes"),
+        (lambda store: store.write(b"k", None, 0, b"abc"), "type bytes; give a memoryview"),
+        (lambda store: store.lookup("abc"), "key is 'a'; give bytes"),
         (lambda store: store.write(b"k" * 5000, None, 0, memoryview(b"x")), "a key has 5,000 bytes"),
         (lambda store: store.write(b"k", b"k", 0, memoryview(b"x")), "its own parent"),
         (lambda store: store.write(b"k", None, -1, memoryview(b"x")), "position is -1"),

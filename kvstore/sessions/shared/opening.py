@@ -5,14 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from redis.exceptions import AuthenticationError
+
 from kvstore.config import SharedSessions
 from kvstore.disk.directory import StoreDirectory
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import ConfigError, RemoteError, StoreError
 from kvstore.remote.names import fleet_secret
 from kvstore.sessions.shared.address import SessionAddress, parse_session_url
 from kvstore.sessions.shared.fleet import Fleet
 from kvstore.sessions.shared.leases import LEASE_S
-from kvstore.sessions.shared.server import Durability, SessionServer, UnfitError
+from kvstore.sessions.shared.server import Durability, RefusedError, SessionServer, UnfitError
 from kvstore.sessions.shared.storage import MemberIdentity, SharedTables
 from kvstore.sessions.store import SessionStore
 
@@ -45,6 +47,11 @@ def open_shared(
             storage.join()
         except UnfitError as error:
             raise ConfigError(str(error)) from None
+        except RemoteError as error:
+            if isinstance(error, RefusedError) or isinstance(error.__cause__, AuthenticationError):
+                raise
+            said = str(error).rstrip(".")
+            raise RemoteError(f"{said}; see that this Redis runs, or give the address of one that does") from None
         if storage.identity.name is None:
             raise StoreError(f"there are no shared sessions in {address}; a server with --session-store begins them")
         Fleet(storage, lease_s)

@@ -65,6 +65,7 @@ class SessionServer:
         self._idle: list[SessionConnection] = []
         self._quiet_until_s = 0.0  # monotonic
         self._failing_since_s: float | None = None
+        self._has_answered = False  # before that, whoever opens it is told what fails
         self._said = ""
         self._is_closed = False
         leave_to_parent(self, str(address))
@@ -203,13 +204,13 @@ class SessionServer:
             if isinstance(error.__cause__, TimeoutError | redis.TimeoutError):
                 self._quiet_until_s = now + PAUSE_S
             is_new, self._said = str(error) != self._said, str(error)
-        if is_new:
+        if is_new and self._has_answered:
             LOGGER.error("sessions: %s", error)
 
     def _note_answer(self) -> None:
         with self._lock:
             was_failing, self._failing_since_s = self._failing_since_s is not None, None
-            self._quiet_until_s = 0.0
+            self._quiet_until_s, self._has_answered = 0.0, True
             if was_failing:
                 self._said = ""
         if was_failing:

@@ -363,7 +363,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path, monkeypatch):
     disk = {"disk": "1GiB", "path": tmp_path}
     wrong = {
         "cpu is 0": EngineConfig(None, CacheTiers(**disk), data_parallel_size=2),
-        "remote is set, but so is a disk": EngineConfig(
+        "remote is set, but so is a disk, .*; give disk=0": EngineConfig(
             None, CacheTiers(cpu="1GiB", remote="redis://localhost", **disk), data_parallel_size=2
         ),
         "distributed_executor": EngineConfig(None, distributed_executor="ray", data_parallel_size=2),

@@ -284,8 +284,8 @@ def test_an_edit_that_cannot_be_stored_changes_nothing(engine):
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 REFUSED = [
-    ([], "edits"), ("remove", "edits"), ([{"type": "move", "index": 1}], "edits"),
-    (7, "edits"), ([Directive("drop", index=1)], "edits"), ([Directive("remove", index="1")], "edits"),
+    ([], "edits"), ("remove", "edits"), ([{"type": "move", "index": 1}], "edits[0].type"),
+    (7, "edits"), ([Directive("drop", index=1)], "edits[0].type"), ([Directive("remove", index="1")], "edits"),
     ([{"type": "remove"}], "edits[0]"), ([{"type": "remove", "index": 1, "id": "1.0"}], "edits[0]"),
     ([{"type": "remove", "index": 9}], "edits[0].index"), ([{"type": "remove", "index": -1}], "edits"),
     ([{"type": "remove", "id": "9.0"}], "edits[0].id"), ([{"type": "remove", "id": "01.1"}], "edits[0].id"),
@@ -307,6 +307,8 @@ def test_what_cannot_be_done_is_named_and_changes_nothing(engine):
         assert raised.value.param == param, edits
     with pytest.raises(RequestError, match="reuse"):
         chat.edit(REMOVE, "all")
+    with pytest.raises(RequestError, match=r"^edits\[0\]\.type is 'move'; give remove or replace$"):
+        chat.edit([{"type": "move"}])
     assert (chat.messages, chat.token_ids, chat.num_turns) == before
 
 

@@ -60,8 +60,9 @@ def test_nothing_is_made_where_there_is_nothing(redis):
     assert redis.ask("DBSIZE") == 0
 
 
-def test_no_redis_is_said(redis):
-    with pytest.raises(RemoteError, match="refused"):
+def test_no_redis_is_said_once_and_what_to_do(redis, caplog):
+    with pytest.raises(RemoteError, match="refused; see that this Redis runs, or give the address"):
         ask_shared(f"redis://127.0.0.1:{free_port()}/0", "sessions", {})
+    assert not caplog.records
     with pytest.raises(ConfigError, match="--session-store is 'http://x'"):
         ask_shared("http://x", "sessions", {})

@@ -126,10 +126,14 @@ def test_a_transcript_is_printed_as_text(capsys):
     session = {"id": "x", "turns": 2, "tokens": 1, "updated_s": 0.0, "expires_s": 0.0, "model": "m"}
     said = [("system", "be brief"), ("user", "[b]a\x1b[31m[/b]"), ("tool", "")]
     said = [{"role": role, "content": content} for role, content in said]
+    asked = [{"function": {"name": "f", "arguments": arguments}} for arguments in ('{"a": 1}', {"b": "ü"})]
+    said += [{"role": "assistant", "content": content, "tool_calls": asked} for content in ("", "I look.")]
     store_tables.show_transcript("x", {"session": session, "messages": said}, Console(width=20))
     out = capsys.readouterr().out
     assert "2 turns" in out and "expires due" in out
     assert "system> be brief\nyou> [b]a[31m[/b]\ntool> \n" in out
+    calls = 'f({"a": 1})\nf({"b": "ü"})\n'
+    assert out.endswith(f"model> {calls}model> I look.\n{calls}")
 
 
 def test_watching_goes_on_until_ctrl_c_which_is_no_failure(run, store, monkeypatch):

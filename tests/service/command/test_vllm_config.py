@@ -87,3 +87,4 @@ def test_a_configuration_that_cannot_be_read_is_one_line(capsys, tmp_path, text)
     assert main(["vllm-config", "--store", str(tmp_path), "--model", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "config.json" in error and str(tmp_path) in error
+    assert error.startswith("kvstore: --model is ")

@@ -284,6 +284,11 @@ def test_refusals_name_what_was_given(tmp_path, refusal, line):
     assert str(caught.value) == line.replace("FILE", str(file))
 
 
+def test_a_parser_that_is_unknown_is_refused_before_weights_are_read(home, capsys):
+    assert cli.main(["serve", "--tool-call-parser", "hermis", "--print-config"]) == 2
+    assert capsys.readouterr().err.startswith("kvstore: --tool-call-parser is 'hermis'; give one of deepseek_v3, ")
+
+
 @pytest.mark.parametrize("command", ["chat", "serve", "stats", "plan", "vllm-config"])
 def test_a_store_that_is_a_file_is_refused(tmp_path, no_settings, capsys, command):
     (tmp_path / "file").write_text("x")
