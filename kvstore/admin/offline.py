@@ -6,7 +6,7 @@ Holds the store's lock meanwhile and creates nothing new. Knows no model and no 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -125,7 +125,8 @@ class OfflineStore:
         num_bytes = 0
         if self.disk is not None:
             index = _index_of(self.disk)
-            chosen = index.select(request.selection(block_ids))
+            named = None if block_ids is None else block_ids | _states_behind(self.disk, index, block_ids)
+            chosen = index.select(request.selection(named))
             num_bytes = sum(entry.stored_bytes for entry in map(index.get, chosen) if entry is not None)
             if not request.dry_run:
                 _delete(self.disk, chosen)
@@ -250,6 +251,13 @@ def _index_of(disk: DiskTier) -> DiskIndex:
     from kvstore.disk.index import DiskIndex
 
     return DiskIndex.build(disk.scan())
+
+
+def _states_behind(disk: DiskTier, index: DiskIndex, block_ids: Iterable[BlockId]) -> set[BlockId]:
+    children = {child for block_id in block_ids for child in index.links.children(block_id)}
+    headers = {child: disk.header(child) for child in children.difference(block_ids)}
+    firsts = [child for child, header in headers.items() if header is not None and header.record.is_state]
+    return {piece for first in firsts for piece in index.links.descendants(first)}
 
 
 def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[BlockId]:

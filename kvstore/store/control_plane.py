@@ -198,7 +198,7 @@ class KVStore:
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.requests, self.stored, stats, disk is not None, self._landed)
-        self.deletion = Deletion(context, disk, planner.block_bytes, self.steps, self.remote)
+        self.deletion = Deletion(context, disk, planner.block_bytes, self.stored, self.steps, self.remote)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
 
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvstore.blocks.ids import BlockId, is_quantised, with_quantised
+from kvstore.blocks.ids import BlockId, is_quantised, state_chain, with_quantised
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.store.context import StoreContext
 from kvstore.store.saving import StepsInFlight
+from kvstore.store.stored import StoredBlocks
 from kvstore.store.write_back import WriteBack
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ class Deletion:
     """disk, remote: None without such a tier."""
 
     def __init__(
-        self, context: StoreContext, disk: WriteBack | None, block_bytes: int, steps: StepsInFlight,
-        remote: RemoteBlocks | None = None,
+        self, context: StoreContext, disk: WriteBack | None, block_bytes: int, stored: StoredBlocks,
+        steps: StepsInFlight, remote: RemoteBlocks | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._steering, self._stats = context.cpu, context.steering, context.stats
         self._disk, self._block_bytes, self._steps, self._remote = disk, block_bytes, steps, remote
+        self._stored = stored
         self.to_erase: set[int] = set()  # deleted arena blocks that were still held
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
@@ -77,9 +79,15 @@ class Deletion:
         return self._disk is not None and self._disk.cannot_delete(block_ids)
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        """Evict matching blocks from CPU and disk; with dry_run only count them. Also returns their ids."""
+        """Evict matching blocks from CPU and disk; with dry_run only count them. Also returns their ids. The states
+        behind blocks that are named go with them.
+        """
         if what.block_ids is not None:
-            what = replace(what, block_ids=frozenset(with_quantised(what.block_ids)))
+            named, stored = with_quantised(what.block_ids), self._stored
+            num_blocks, size = stored.num_state_blocks, stored.block_size
+            with_state = [one for one in named if num_blocks and stored.has_state(one)]
+            named += [piece for one in with_state for piece in state_chain(one, num_blocks, size)]
+            what = replace(what, block_ids=frozenset(named))
         in_cpu = self._cpu.select(what, self._block_bytes)
         found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)}
         chosen = set(in_cpu)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import state_chain
 from kvstore.engine.model.states import StatePool
 from kvstore.engine.outputs import RequestOutput
@@ -193,6 +194,27 @@ def test_a_fork_goes_on_from_the_state_of_its_last_turn_in_hbm_and_from_disk(sav
             details = engine.chat(name).send("Go on.", greedy(4)).usage.cached_tokens_details
             assert details.disk + details.cpu == end // BLOCK * BLOCK
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
+def test_an_evicted_session_leaves_neither_kv_nor_states(family, saved_model, tmp_path):
+    folder, path = saved_model(family, tokenizer=True, max_position_embeddings=512), tmp_path / "store"
+    with opened(folder, path=path, cpu="8MiB", disk="32MiB") as engine:
+        for name in ("red", "blue"):
+            chat = engine.chat(name)
+            for _ in range(2):
+                chat.send(f"My name is {name}, and I live in Turin, where it rains, and that is so.", greedy(12))
+        settle(engine)
+        num_before = engine.stats()["disk"]["blocks"]
+        told = engine.admin.handle("evict", {"session": {"session_id": "red"}})["tiers"]["disk"]["blocks"]
+        settle(engine)
+        assert told > len(chat.window.chain) and engine.stats()["disk"]["blocks"] == num_before - told
+        evict_hbm(engine)
+        assert engine.chat("red").send("What?", greedy(1)).usage.cached_tokens == 0
+    with OfflineStore(path) as store:
+        assert store.handle("evict", {"session": {"session_id": "blue"}})["tiers"]["disk"]["blocks"] > len(
+            chat.window.chain
+        )
 
 
 def test_states_of_deleted_conversations_are_overwritten(saved_model):
