@@ -99,7 +99,7 @@ MISSES = {
     "damaged": "its block was damaged",
     "unreadable": "its block could not be read",
     "load_failed": "its load failed",
-    "no_checkpoint": "its KV was there, but no state of the model's other layers",
+    "no_checkpoint": "its KV was there, but no state, or window, of the model's other layers",
     "not_loaded": "it was there and was not loaded",
     "store_replaced": "the file of blocks is younger than it",
     "remote_away": "the remote tier did not answer",

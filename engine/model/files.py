@@ -197,11 +197,12 @@ def _check_config(path: Path, name: str) -> None:
     if (kind := config.get("model_type")) in STATE_SPACE_MODELS:
         why = "has no attention and so no KV to keep"
         raise UnsupportedModelError(f"{name} is a {kind}, which {why}; give a decoder with rotary position embeddings")
-    if config.get("kv_lora_rank"):
+    text = config.get("text_config") or config  # of a model that sees
+    if text.get("kv_lora_rank"):
         raise UnsupportedModelError(
             f"{name} is a {kind}: multi-head latent attention is not served here; under vLLM or SGLang it is"
         )
-    found = config.get("quantization_config")
+    found = config.get("quantization_config") or text.get("quantization_config")
     method = found.get("quant_method", "quantized") if isinstance(found, dict) else None
     method = "GPTQ" if (path / "quantize_config.json").is_file() else method
     method = "AWQ" if (path / "quant_config.json").is_file() else method

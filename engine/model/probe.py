@@ -120,8 +120,6 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         carrier.number_layers(network, plain.owners)
     rotations = _rotations_of(kinds, taps)
     if states is not None:
-        if part.group is not None:
-            raise UnsupportedModelError("it keeps states beside its KV, which are not divided", WHOLE_LAYERS)
         state, mixers = states
         spec = replace(spec, state=state, windows=())  # one kind of state behind a block
         for layer, module in mixers.items():

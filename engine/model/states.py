@@ -314,7 +314,8 @@ def observe_states(network: Any, token_ids: Tensor, positions: Tensor) -> tuple[
     try:
         network(input_ids=token_ids[None], position_ids=positions[None], past_key_values=spy, use_cache=True)
     except ValueError as error:  # it says that it has a cache of its own
-        raise UnsupportedModelError(f"it does not keep its states as others do: {error}") from error
+        why = str(error).partition(" and is not compatible")[0]
+        raise UnsupportedModelError(f"it does not keep its states as others do: {why}") from error
     finally:
         for hook in hooks:
             hook.remove()

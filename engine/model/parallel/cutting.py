@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from kvstore.engine.model.parallel.group import Group, Part
 from kvstore.engine.model.parallel.stages import ONE_STAGE, NoEmbedding, keep_stage, own_layers
+from kvstore.engine.model.states import keeps_states
 from kvstore.engine.model.text_part import WEIGHT_NAMES
 from kvstore.errors import UnsupportedModelError
 
@@ -176,6 +177,8 @@ def check_divides(config: Any, part: Part) -> None:
     text = config.get_text_config()
     if text.to_dict().get("per_layer_config"):
         raise UnsupportedModelError("its layers have different shapes", WHOLE_LAYERS | ONE_STAGE)
+    if keeps_states(config):
+        raise UnsupportedModelError("it keeps states beside its KV, which are not divided", WHOLE_LAYERS | ONE_STAGE)
     if part.pipe is not None:
         own_layers(text.num_hidden_layers, part.pipe)
     if part.group is None:

@@ -26,11 +26,13 @@ from tests.support.engines import bare_copy, save_model
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 LLAMA = '{"model_type": "llama", "num_attention_heads": 4}'
 AWQ = '{"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}'
+NESTED = '{"model_type": "llava", "text_config": {"quantization_config": {"quant_method": "awq"}}}'
 GPTQ = '{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}'
 BAD = [
     ({"model.safetensors": POINTER, "config.json": LLAMA}, r"model\.safetensors is a Git LFS pointer.*`git lfs pull`"),
     ({"model.safetensors": "x", "tokenizer.json": POINTER, "config.json": LLAMA}, r"tokenizer\.json is a Git LFS"),
     ({"model.safetensors": "x", "config.json": AWQ}, r"is quantized \(AWQ\).*give the model it was made from"),
+    ({"model.safetensors": "x", "config.json": NESTED}, r"is quantized \(AWQ\)"),
     ({"model.safetensors": "x", "config.json": GPTQ}, r"is quantized \(GPTQ\).*give the model it was made from"),
     ({"model.safetensors": "x", "config.json": LLAMA, "quantize_config.json": "{}"}, r"is quantized \(GPTQ\)"),
     ({"model-q4_k_m.gguf": "GGUF"}, r"GGUF format.*give the model it was made from"),
@@ -73,9 +75,11 @@ def test_what_cannot_be_served_is_one_line_with_the_remedy(tmp_path, files, mess
     assert isinstance(caught.value, UnsupportedModelError) == is_unsupported
 
 
+@pytest.mark.parametrize("sees", [False, True])
 @pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu"])
-def test_latent_attention_is_refused_in_words(tmp_path, family):
-    getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
+def test_latent_attention_is_refused_in_words(tmp_path, family, sees):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config} if sees else config))
     (tmp_path / "model.safetensors").write_text("x")
     with pytest.raises(UnsupportedModelError, match="multi-head latent attention is not served here; under vLLM or"):
         find_model(tmp_path)

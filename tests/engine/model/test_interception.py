@@ -172,7 +172,7 @@ def test_logits_are_computed_where_a_token_is_sampled_only():
         ("Mamba", "does not go through transformers' interface"),
         ("Bloom", "does not go through transformers' interface"),
         ("Jamba", "computed in pieces"),
-        ("MiniMax", "does not keep its states as others do"),
+        ("MiniMax", "does not keep its states as others do: MiniMax uses cache of its own$"),
         ("Falcon", "does not go through transformers' interface"),
         ("Llama4Text", "attend within chunks"),
         ("HunYuanDenseV1", "a norm follows it"),

@@ -200,6 +200,13 @@ def test_layers_of_different_shapes_are_not_divided(name, sizes, saved_model):
         on_parts(*sizes, lambda part: opened(saved_model(name), part))
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["ranks", "stages"])
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Bamba", "Lfm2", "Zamba2"])
+def test_states_are_not_divided(name, sizes, saved_model):
+    with pytest.raises(UnsupportedModelError, match="keeps states beside its KV, which are not divided; give tensor"):
+        on_parts(*sizes, lambda part: loaded_part(saved_model(name), part))
+
+
 @pytest.mark.parametrize("name", sorted(NO_TENSOR_PLAN))
 def test_a_model_without_a_plan_of_ranks_is_refused(name, saved_model):
     assert "has no plan of tensor parallelism; give tensor_parallel_size=1" in refusal(saved_model(name), 2)
