@@ -94,10 +94,11 @@ class EvictionTree(Generic[K]):
     A conversation owns the block at which it ends here, and no other. When that is evicted, it owns the parent, unless
     the parent's owner is worth more. A leaf that it leaves for another branch stays with a remnant of it, which ages.
     The prefix that ends at a leaf takes it from an owner that is worth less. Leaves without an owner are evicted before
-    all others, the least recently used first.
+    all others, the least recently used first. When a state goes, so does the KV before it, which only it made usable.
 
     Every operation is O(1) a block, beside the cost of the order. order None: blocks have no owners. is_free: whether
-    nobody uses a block; one in use is never next. id_of: the block id of a key.
+    nobody uses a block; one in use is never next. id_of: the block id of a key. is_state: whether a block that is here
+    holds a part of a state.
     """
 
     def __init__(
@@ -105,13 +106,14 @@ class EvictionTree(Generic[K]):
         order: EvictionOrder | None,
         is_free: Callable[[K], bool] = lambda _: True,
         id_of: Callable[[K], Hashable] = lambda key: key,
+        is_state: Callable[[K], bool] = lambda _: False,
     ) -> None:
         self.links: Links[K] = Links()
         self.owner_of: dict[K, Conversation] = {}
         self.end_of: dict[Conversation, K] = {}
         self.order = order
         self._is_free = is_free
-        self._id_of = id_of
+        self._id_of, self._is_state = id_of, is_state
         self._unowned: OrderedDict[K, None] = OrderedDict()  # leaves without an owner that can be evicted
 
     def __contains__(self, key: K) -> bool:
@@ -177,7 +179,11 @@ class EvictionTree(Generic[K]):
             if owner is not None:
                 self._drop(owner)
             return
-        if owner is not None:
+        if self._is_state(key) and not self._is_state(parent):
+            heirs = [owner, None if parent in links.children_of else self.owner_of.pop(parent, None)]
+            for heir in filter(None, heirs):
+                self._drop(heir)
+        elif owner is not None:
             self._inherit(parent, owner)
         self.rest(parent, first=True)
 

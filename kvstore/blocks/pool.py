@@ -26,18 +26,20 @@ class BlockPool:
 
     Of one chain the tail goes before the head: a head without its tail is a shorter hit, a tail without its head is
     none. A block that is linked to its parent (see `insert`) keeps that from being allocated. order: of conversations
-    on this tier. on_gone: each is called with the id of each block that can no longer be found.
+    on this tier. on_gone: each is called with the id of each block that can no longer be found. is_state: see
+    `EvictionTree`.
     """
 
     def __init__(
-        self, num_blocks: int, order: EvictionOrder | None = None, on_gone: Sequence[Callable[[BlockId], None]] = ()
-    ) -> None:
+        self, num_blocks: int, order: EvictionOrder | None = None, on_gone: Sequence[Callable[[BlockId], None]] = (),
+        is_state: Callable[[int], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
         self.num_blocks = num_blocks
         self._on_gone = on_gone
         self.num_evictions = 0  # to make room
         self.num_forgotten = 0  # for any other reason
         self._ref_counts = [0] * num_blocks
-        self.tree: EvictionTree[int] = EvictionTree(order, self.is_free, self.block_id)
+        self.tree: EvictionTree[int] = EvictionTree(order, self.is_free, self.block_id, is_state)
         self._clear()
 
     def _clear(self) -> None:

@@ -67,7 +67,7 @@ class DiskIndex:
         self.bytes = TenantBytes()
         self._clock = clock
         self._entries: dict[BlockId, IndexEntry] = {}
-        self._tree: EvictionTree[BlockId] = EvictionTree(None)
+        self._tree: EvictionTree[BlockId] = EvictionTree(None, is_state=self._is_state)
         self.links = self._tree.links  # which block builds on which
         self._touched: dict[BlockId, float] = {}
         self.state_shape = (0, 0)  # blocks that a state takes, and their tokens; set before conversations are named
@@ -111,15 +111,20 @@ class DiskIndex:
         """By which block the conversation that ends here is known: of a state, the one it stands behind. None: it goes
         on from there.
         """
-        num_blocks, block_size = self.state_shape
-        if not num_blocks or leaf != child_block_id(self._entries[leaf].parent_id, NO_TOKENS * block_size):
+        num_blocks, name = self.state_shape[0], leaf
+        if not self._is_state(leaf):
             return leaf
-        name = leaf
         for _ in range(num_blocks):
             name = self._entries[name].parent_id
             if name not in self._entries:
                 return None
         return name if len(self.links.children(name)) == 1 else None
+
+    def _is_state(self, block_id: BlockId) -> bool:
+        num_blocks, block_size = self.state_shape
+        if not num_blocks:
+            return False
+        return block_id == child_block_id(self._entries[block_id].parent_id, NO_TOKENS * block_size)
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def __contains__(self, block_id: BlockId) -> bool:

@@ -43,7 +43,7 @@ class CpuTier:
     ) -> None:  # fmt: skip
         on_gone = [] if holdings is None else [partial(holdings.gone, Place.CPU)]
         on_gone += [] if losses is None else [partial(losses.note, "evicted", "cpu")]
-        self.pool = BlockPool(num_arena_blocks, order, on_gone)
+        self.pool = BlockPool(num_arena_blocks, order, on_gone, self._holds_state)
         self.keep = keep
         self._holdings, self._on_free = holdings, on_free
         self.num_removed = 0  # READY blocks that were given up for other reasons than room
@@ -54,6 +54,10 @@ class CpuTier:
         self._conversations: list[Conversation | None] = [None] * num_arena_blocks
         self._last_used_s = [0.0] * num_arena_blocks
         self.parents_in_flight = InFlight[BlockId]()
+
+    def _holds_state(self, arena_block: int) -> bool:
+        record = self._records[arena_block]
+        return record is not None and record.is_state
 
     def arena_block_of(self, block_id: BlockId) -> int | None:
         """Where this block lies in the arena, PENDING or READY."""

@@ -339,7 +339,8 @@ def _replay_all(question: Question, answer: dict[str, Any], on_progress: Callabl
 
     hbm_alone = sizing.Sizes(question.hbm_bytes, 0, 0)
     simple = replace(question.config(hbm_alone), policy="lru", look_ahead=False)
-    unlimited = replace(simple, cpu_blocks=question.demand.working_set_blocks + question.demand.largest_blocks)
+    num_blocks = question.demand.working_set_blocks + question.demand.largest_blocks
+    unlimited = replace(simple, cpu_blocks=num_blocks + 2 * num_requests * simple.checkpoint_blocks)
     answer["no_cache"] = row(hbm_alone, simple, reuses=False)
     answer["ideal"] = row(hbm_alone, unlimited)
     for sizes in question.sizes:

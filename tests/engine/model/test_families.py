@@ -17,9 +17,16 @@ BLOCK = 16
 PROMPTS = [tokens(seed, count) for seed, count in enumerate((70, 33, 5, 64))]
 CHUNKS = 48  # of the longer prompts, and beside others' tokens
 FAMILIES = [*ARCHITECTURES_WITH_STATES, *ARCHITECTURES_WITH_WINDOWS]
-CASES = [*((name, "here") for name in FAMILIES), ("Qwen3_5Text", "own")]
-# One of each kind of state, of windows and of shapes. What is preempted, or comes from the CPU tier, are rows of slots.
+CASES = [(name, process) for process in ("here", "own") for name in FAMILIES]
+KILLED = ("Qwen3_5Text",)  # others with --long
+# One of each kind of state, of windows and of shapes; others with --long. They are rows of slots when preempted, or
+# when they come from the CPU tier.
 PREEMPTED = ("Qwen3_5Text", "FalconH1", "Lfm2", "Zamba2", "Gemma3", "GptOss", "Gemma3nText", "MiMoV2Flash")
+
+
+def needs_long(request: pytest.FixtureRequest, is_usual: bool) -> None:
+    if not (is_usual or request.config.getoption("--long")):
+        pytest.skip("needs --long")
 
 
 def next_turn(asked: list[int], answer: list[int]) -> list[int]:
@@ -38,8 +45,9 @@ def check_answers(model: str, asked: list[list[int]], answers: list[list[int]]) 
 
 
 @pytest.mark.parametrize(("name", "process"), CASES)
-def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk(name, process, saved_model, tmp_path):
+def test_cold_in_a_batch_and_in_chunks_then_warm_forked_and_from_disk(name, process, saved_model, tmp_path, request):
     """Without a CPU tier. Where the engine has a process, that is killed before the disk is needed."""
+    needs_long(request, process == "here" or name in KILLED)
     tiers = CacheTiers("4MiB", 0, "64MiB", tmp_path / "store")
     options = {"load": "always", "dtype": "float32", "max_num_batched_tokens": CHUNKS, "process": process}
     with ExitStack() as opened:
@@ -82,8 +90,9 @@ def forked(engine: Engine) -> None:
     assert [choice.token_ids for choice in together.choices] == [handle.output.token_ids for handle in alone]
 
 
-@pytest.mark.parametrize("name", PREEMPTED)
-def test_preempted_for_another_tenant_and_then_from_the_cpu_tier(name, saved_model, tmp_path):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preempted_for_another_tenant_and_then_from_the_cpu_tier(name, saved_model, tmp_path, request):
+    needs_long(request, name in PREEMPTED)
     engine = open_engine(
         saved_model(name), tmp_path / "store", "4MiB", "8MiB", 0, dtype="float32", max_num_batched_tokens=CHUNKS,
         max_num_seqs=2,

@@ -57,6 +57,19 @@ def test_a_shared_block_goes_with_the_most_valuable_of_its_conversations(tree, o
     assert drained(tree) == ["b0", "c0", "a0", "s1", "s0"]
 
 
+def test_a_state_and_the_kv_that_only_it_made_usable_go_together(order, held):
+    tree = EvictionTree(order, lambda key: key not in held, is_state=lambda key: key[0] == "s")
+    a, b = talk(1), talk(2)
+    grow(tree, "a0 a1 a2 s0 s1", a)
+    grow(tree, "b0 s2", b, parent="a0")
+    grow(tree, "c0", talk(3))
+    order.values = {1: 1.0, 2: 5.0, 3: 2.0}
+    assert [tree.next(), tree.remove("s1")] == ["s1", None]
+    order.values[1] = 9.0  # it is worth most from now on, but its state is gone
+    assert [tree.next(), tree.remove("s0")] == ["c0", None]
+    assert drained(tree) == ["a2", "a1", "c0", "s2", "b0", "a0"]
+
+
 def test_an_answer_that_was_left_for_another_branch_keeps_its_place(tree):
     a = talk(2)
     grow(tree, "a0 a1 a2", a)

@@ -189,6 +189,8 @@ def test_checkpoints_of_the_owners_model_take_room(run, owned):
     assert rates[1] < rates[0]
     _, out, _ = run("--store", store, "--disk", "3MB")
     assert "a checkpoint" in " ".join(out.split())
+    found = json.loads(run("--store", store, "--hbm", "2MB", "--disk", "100MB", "--json")[1])
+    assert found["ideal"]["token_hit_rate"] >= found["points"][0]["token_hit_rate"] > 0
 
 
 def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, owned):
