@@ -266,7 +266,7 @@ def test_an_expired_session_is_deleted_though_nobody_asks(model, tmp_path):
     with constants(engine_module, ROUND_S=0.01), open_engine(model, tmp_path / "store") as engine:
         chat = engine.chat("one")
         chat.send("Hello", PARAMS)
-        chat.set_ttl(0.0)
+        chat.set_ttl(1e-6)
         wait_until(lambda: chat.is_deleted and not engine.sessions.pending_deletions(), "a round has deleted it")
         assert engine.sessions.stats()["sessions"] == 0 and nothing_is_left(engine)
 
@@ -274,7 +274,7 @@ def test_an_expired_session_is_deleted_though_nobody_asks(model, tmp_path):
 def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine):
     chat = engine.chat("one")
     chat.send("Hello", PARAMS)
-    chat.set_ttl(0.0)
+    chat.set_ttl(1e-6)
     stream = chat.stream("Hi", PARAMS)
     next(stream)
     assert engine.chat("one") is chat
