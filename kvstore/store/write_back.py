@@ -134,7 +134,7 @@ class WriteBack:
         if not self._cpu.is_current(arena_block) or self.contents.contains(record.block_id):
             self._drop_first(own)  # deleted, or there already
             return True
-        if record is not own and self._is_ahead(own):
+        if record is not own and not self._will_have(record.parent_id) and self._is_ahead(own):
             self.dirty.rotate(-1)
             return True
         if record is not own and self._lacks_parent(record):
@@ -175,7 +175,8 @@ class WriteBack:
 
     def _is_ahead(self, own: BlockRecord) -> bool:
         """Whether the block before this one waits, too: what failed comes back in any order, and that block decides."""
-        return self._cpu.arena_block_of(self._before(own)) in self.dirty
+        before = self._cpu.arena_block_of(self._before(own))
+        return before is not None and before in self.dirty
 
     def _lacks_parent(self, record: BlockRecord) -> bool:
         """Whether the disk has evicted what a quantised copy is built on: the CPU tier keeps the exact block then."""
