@@ -456,7 +456,7 @@ class RequestBlocks:
         states, end = self.manager.states, request.num_computed_tokens + num_tokens
         if states is None or request.state is None or end % self.manager.block_size:
             return
-        if num_tokens == 1 or end == self.manager.next_checkpoint(request, request.num_computed_tokens):
+        if end >= request.num_tokens or end == self.manager.next_checkpoint(request, request.num_computed_tokens):
             states.keep(request.state, end)
 
     @staticmethod

@@ -94,7 +94,8 @@ class EvictionTree(Generic[K]):
     A conversation owns the block at which it ends here, and no other. When that is evicted, it owns the parent, unless
     the parent's owner is worth more. A leaf that it leaves for another branch stays with a remnant of it, which ages.
     The prefix that ends at a leaf takes it from an owner that is worth less. Leaves without an owner are evicted before
-    all others, the least recently used first. When a state goes, so does the KV before it, which only it made usable.
+    all others, the least recently used first. When a part of a state goes, so does the rest of it, and the KV before it
+    that only it made usable, unless its owner runs.
 
     Every operation is O(1) a block, beside the cost of the order. order None: blocks have no owners. is_free: whether
     nobody uses a block; one in use is never next. id_of: the block id of a key. is_state: whether a block that is here
@@ -179,13 +180,20 @@ class EvictionTree(Generic[K]):
             if owner is not None:
                 self._drop(owner)
             return
-        if self._is_state(key) and not self._is_state(parent):
-            heirs = [owner, None if parent in links.children_of else self.owner_of.pop(parent, None)]
-            for heir in filter(None, heirs):
-                self._drop(heir)
-        elif owner is not None:
+        if self._is_state(key):
+            owner = self._unless_idle(owner)
+            if parent not in links.children_of and self._unless_idle(self.owner_of.get(parent)) is None:
+                self.owner_of.pop(parent, None)
+        if owner is not None:
             self._inherit(parent, owner)
         self.rest(parent, first=True)
+
+    def _unless_idle(self, owner: Conversation | None) -> Conversation | None:
+        """It, if a request of it runs, which will leave another state; if not, it owns nothing any more."""
+        if owner is None or owner.num_running:
+            return owner
+        self._drop(owner)
+        return None
 
     def _inherit(self, key: K, owner: Conversation) -> None:
         """Let the owner of a block that is gone own its parent, unless that has one that is worth more."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvstore.blocks.forest import EvictionTree
-from kvstore.blocks.ids import BlockId, quantised_id
+from kvstore.blocks.ids import BlockId, quantised_id, state_chain
 from kvstore.memory.tier import ArenaBlockState
+from kvstore.policy.conversation import Conversation
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -18,17 +19,47 @@ SHARE_OF_VICTIMS = 0.02  # that are looked at
 
 # -- the order of eviction ---------------------------------------------------------------------------------------------
 def watch_order(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], BlockId | None]) -> None:
-    """Now and then compare what goes next with everything that could."""
-    original = tree.next
+    """Now and then compare what goes next with everything that could; always with what is left of evicted states."""
+    original, left = tree.next, watch_states(sim, tree, name_of)
 
     def watched() -> Hashable | None:
         key = original()
         if key is not None and sim.orders_rng.random() < SHARE_OF_VICTIMS:
             check_victim(tree, key, sim.clock.now_s)
             count_wanted(sim, tree, key, name_of)
+        is_some_left = any(is_next(tree, one) for one in left)
+        assert not is_some_left or key not in tree.owner_of, "KV is left without its state"
+        sim.counts["KV that went with its state"] += key in left and name_of(key) not in sim.book.states
         return key
 
     tree.next = watched  # type: ignore[method-assign]
+
+
+def watch_states(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], BlockId | None]) -> set[Hashable]:
+    """What goes next here: ends of chains that a state stood behind, until they are used again."""
+    left: set[Hashable] = set()
+    remove, add, claim = tree.remove, tree.add, tree.claim
+
+    def removed(key: Hashable) -> None:
+        parent = tree.links.parents.get(key)
+        owners = [tree.owner_of[one] for one in (key, parent) if one in tree.owner_of]
+        is_state = name_of(key) in sim.book.states
+        is_left = not any(one.num_running for one in owners) if is_state else key in left and not owners
+        left.discard(key)
+        remove(key)
+        if is_left and parent in tree.links.parents and parent not in tree.links.children_of:
+            left.add(parent)
+
+    def added(key: Hashable, parent: Hashable | None, *given: Any) -> None:
+        left.discard(parent)
+        add(key, parent, *given)
+
+    def claimed(conversation: Conversation, key: Hashable, *given: Any) -> None:
+        left.discard(key)
+        claim(conversation, key, *given)
+
+    tree.remove, tree.add, tree.claim = removed, added, claimed  # type: ignore[method-assign]
+    return left
 
 
 def count_wanted(sim: Simulation, tree: EvictionTree, victim: Hashable, name_of: Callable) -> None:
@@ -45,13 +76,13 @@ def count_wanted(sim: Simulation, tree: EvictionTree, victim: Hashable, name_of:
 
 def may_go(tree: EvictionTree) -> list[Hashable]:
     """Leaves that nobody holds, and that were not put aside."""
-    return [
-        key
-        for key in tree.links.parents
-        if key not in tree.links.children_of
-        and tree._is_free(key)
-        and (key in tree._unowned or tree.owner_of.get(key) in tree.order)
-    ]
+    return [key for key in tree.links.parents if is_next(tree, key)]
+
+
+def is_next(tree: EvictionTree, key: Hashable) -> bool:
+    """Whether this block may go."""
+    is_leaf = key in tree.links.parents and key not in tree.links.children_of
+    return is_leaf and tree._is_free(key) and (key in tree._unowned or tree.owner_of.get(key) in tree.order)
 
 
 def check_victim(tree: EvictionTree, victim: Hashable, now_s: float) -> None:
@@ -170,6 +201,7 @@ def check_idle(sim: Simulation, is_thorough: bool) -> None:
     assert all(one.wanted is None for one in conversations(sim)), "nobody waits, and something is wanted"
     assert all(one.num_open == 0 for one in conversations(sim)), "no request, and a conversation has one"
     check_counters(sim)
+    check_restorable(sim)
     if is_thorough:
         check_always(sim)
         sim.store.check_integrity(idle=True)
@@ -244,6 +276,30 @@ def check_forgotten(sim: Simulation) -> None:
         assert sim.arena.content(arena_block) not in contents, f"arena block {arena_block} still holds what was deleted"
     found = sim.forgotten.intersection(sim.platter.values)
     assert not found or disk is None, f"{len(found)} deleted blocks are still on disk"
+
+
+def check_restorable(sim: Simulation) -> None:
+    """After a turn that has finished the next one finds a state, or it is known what became of it."""
+    finished, sim.finished = sim.finished, []
+    num_before, sim.num_dropped = sim.num_dropped, sim.store.stats.dropped_saves
+    if not sim.book.num_state_blocks or not finished or sim.num_dropped > num_before:
+        return
+    records = map(sim.cpu.record, sim.cpu.pool.cached_blocks())
+    stored = {record.block_id for record in records if record is not None}.union(on_disk(sim))
+    deleted = sim.forgotten | sim.replaced_states
+    for chain in (request.chain for request in finished if request.chain):
+        ends = [states_at(sim, chain, border) for border in range(len(chain), max(0, len(chain) - 2), -1)]
+        sim.counts["turns with a state"] += (is_restorable := any(map(stored.issuperset, ends)))
+        lost = (one for one in set().union(*ends) - stored if one in deleted or sim.store.stats.losses.get(one))
+        has_reason = is_restorable or any(lost) or (chain[0] not in stored and not sim.config.faults.are_none)
+        assert has_reason, f"nobody can go on behind {sim.describe(chain[-1])}"
+
+
+def states_at(sim: Simulation, chain: list[BlockId], border: int) -> set[BlockId]:
+    """All that a turn begins with behind so many blocks."""
+    behind = chain[max(0, border - max(sim.config.window_blocks, 1)) : border]
+    size, num_blocks = sim.config.block_size, sim.book.num_state_blocks
+    return {*chain[:border], *(one for block_id in behind for one in state_chain(block_id, num_blocks, size))}
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ class Book:
         self.parents: dict[BlockId, BlockId] = {}
         self.names: dict[bytes, list[BlockId]] = {}  # of each content, to which a splice gives another
         self.roots: set[BlockId] = set()
+        self.states: set[BlockId] = set()
         self._stories: dict[str, tuple[object, bytearray]] = {}
 
     def name(self, block_id: BlockId, parent_id: BlockId, content: bytes) -> None:
@@ -204,6 +205,7 @@ class Book:
         parent_id = block_id
         for index, one in enumerate(state_chain(block_id, self.num_state_blocks, self.block_bytes // TOKEN_BYTES)):
             self.name(one, parent_id, self.state_part(content, index))
+            self.states.add(one)
             parent_id = one
 
     def state_part(self, content: bytes, index: int) -> bytes:

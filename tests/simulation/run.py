@@ -76,6 +76,9 @@ class Simulation:
         self.orders_rng = random.Random(f"orders {seed}")
         self.accounts: dict[str, Account] = {}
         self.forgotten: set[BlockId] = set()
+        self.replaced_states: set[BlockId] = set()  # by later ones of their chains
+        self.finished: list[Request] = []  # since all were looked at
+        self.num_dropped = 0  # saves, until then
         self.survivors: set[BlockId] = set()  # on disk when the store was opened again
         self.end_s = START_S + config.hours * HOUR_S
         self._may_raise = False
@@ -137,6 +140,8 @@ class Simulation:
 
     def _open(self) -> None:
         config = self.config
+        self.finished.clear()
+        self.num_dropped = 0
         self._sum_up()
         tiers = CacheTiers(
             cpu=config.cpu_blocks * self.book.block_bytes,
@@ -167,6 +172,8 @@ class Simulation:
         self.runner = Runner(self)
         self.steps = Steps(self.scheduler, self.runner, config.runs_ahead)
         self._watch_plan()
+        delete = self.store._delete_state
+        self.store._delete_state = lambda states: self.replaced_states.update(states) or delete(states)
         self._unsettled_since_s = self.clock.now_s
         take = self.connector.update_state_after_alloc
         self.connector.update_state_after_alloc = lambda *given: self._taken(*given[3:]) or take(*given)
@@ -213,7 +220,7 @@ class Simulation:
 
     def _watch_orders(self) -> None:
         checks.watch_order(self, self.pool.tree, self.pool.block_id)
-        checks.watch_order(self, self.cpu.pool.tree, self.cpu.pool.block_id)
+        checks.watch_order(self, self.cpu.pool.tree, lambda block: getattr(self.cpu.record(block), "block_id", None))
         if self.store.disk is not None:
             checks.watch_order(self, self.store.disk.contents.index._tree, lambda block_id: block_id)
 
@@ -361,6 +368,8 @@ class Simulation:
             assert self.config.disk_blocks or not cached.disk
             self.counts["prompt"] += request.num_prompt_tokens
             self._check_wait(request, account)
+            if not request.index or request.num_output_tokens > 1:  # else it has nothing but its prompt's KV
+                self.finished.append(request)
             self.people.ended(request)
 
     def _check_wait(self, request: Request, account: Account) -> None:

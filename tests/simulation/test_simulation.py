@@ -17,7 +17,7 @@ import pytest
 from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.ids import is_quantised
 from kvstore.blocks.records import ReadResult
-from kvstore.engine.core.kv_cache_manager import KVCacheManager
+from kvstore.engine.core.kv_cache_manager import KVCacheManager, RequestBlocks
 from kvstore.engine.core.request import CachedCount, Request
 from kvstore.engine.core.scheduler import Roster
 from kvstore.engine.core.state_slots import StateSlots
@@ -49,6 +49,7 @@ REACHED = (
     "write error: map full", "prefetched", "prefetch hits", "writes dropped", "injected: scheduled", "injected: plan",
     "injected: reserve", "injected: began", "injected: computed", "injected: executed",
     "hit quantised", "exact", "states planned", "states saved", "writes refused", "ran ahead", "computed for nothing",
+    "KV that went with its state", "turns with a state",
 )  # fmt: skip
 
 reached: Counter[str] = Counter()
@@ -236,6 +237,38 @@ def hit_behind_which_there_is_no_state():
     return {(KVCacheManager, "up_to_checkpoint"): lambda _: lambda self, request, hits: hits}
 
 
+def kv_that_outlives_its_state():
+    return {(CpuTier, "_holds_state"): lambda _: lambda self, arena_block: False}
+
+
+def part_of_a_state_that_outlives_the_rest():
+    """As it was until it was counted here."""
+
+    def kept(remove):
+        def removed(self, key):
+            parent, is_state = self.links.parents.get(key), self._is_state
+            self._is_state = lambda one: is_state(one) and not is_state(parent)
+            remove(self, key)
+            self._is_state = is_state
+
+        return removed
+
+    return {(EvictionTree, "remove"): kept}
+
+
+def prompt_of_whole_blocks_that_leaves_no_state():
+    """As it was until the simulation found it."""
+
+    def forgetful(scheduled):
+        def noted(self, request, num_tokens):
+            if num_tokens == 1 or request.num_computed_tokens + num_tokens < request.num_tokens:
+                scheduled(self, request, num_tokens)
+
+        return noted
+
+    return {(RequestBlocks, "scheduled"): forgetful}
+
+
 def state_that_is_saved_from_another_row():
     def another(slot_of):
         def slot(self, block_id):
@@ -329,6 +362,9 @@ PLANTS: list[tuple[Plant, str, str] | tuple[Plant, str, str, int]] = [
     (copies_under_the_ids_of_exact_blocks, "int8", "another|one id for two contents|what its id says|lost its parent"),
     (deletion_that_leaves_copies, "int8", "deleted"),
     (hit_behind_which_there_is_no_state, "states", "goes on from another state|KeyError"),
+    (kv_that_outlives_its_state, "states", "left without its state"),
+    (part_of_a_state_that_outlives_the_rest, "states", "left without its state"),
+    (prompt_of_whole_blocks_that_leaves_no_state, "states", "nobody can go on"),
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
     (hit_behind_which_there_is_no_state, "windows", "sees another window"),

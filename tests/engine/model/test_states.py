@@ -358,3 +358,26 @@ def test_a_pin_keeps_a_window_that_is_still_on_its_way_to_the_disk(saved_model, 
         evict_hbm(engine)
         (again,) = engine.generate([history + tokens(6, 20)], greedy(4))
     assert again.usage.cached_tokens_details.disk >= 300
+
+
+def test_a_branch_of_a_long_prefix_begins_behind_it(saved_model, tmp_path, request):
+    """The first prompt leaves a checkpoint halfway, the second one where it leaves the first."""
+    num_common, num_own = 40_000 if request.config.getoption("--long") else 4_000, 300
+    model, common = saved_model("Qwen3_5Text", max_position_embeddings=65536), tokens(0, num_common)
+    prompts = [common + tokens(branch, num_own) for branch in (1, 2, 3, 4)]
+    limits = {"hbm": "256MiB", "max_model_len": num_common + 512, "max_num_batched_tokens": 1024, "dtype": "float32"}
+    below = {"path": tmp_path, "cpu": "64MiB", "disk": "512MiB"}
+
+    def cached(engine, prompt):
+        (output,) = engine.generate([prompt], greedy(4))
+        return output.usage.cached_tokens, output.token_ids
+
+    with open_engine(model, **limits, **below) as engine:
+        assert cached(engine, prompts[0])[0] == 0
+        assert cached(engine, prompts[1])[0] == (num_common + num_own) // BLOCK // 2 * BLOCK
+        assert cached(engine, prompts[2])[0] == num_common
+        engine.flush()
+    with open_engine(model, **limits, **below) as engine, open_engine(model, **limits) as alone:
+        num_cached, answer = cached(engine, prompts[3])
+        assert num_cached == num_common
+        assert answer == cached(alone, prompts[3])[1]

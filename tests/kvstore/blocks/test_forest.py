@@ -65,9 +65,20 @@ def test_a_state_and_the_kv_that_only_it_made_usable_go_together(order, held):
     grow(tree, "c0", talk(3))
     order.values = {1: 1.0, 2: 5.0, 3: 2.0}
     assert [tree.next(), tree.remove("s1")] == ["s1", None]
-    order.values[1] = 9.0  # it is worth most from now on, but its state is gone
-    assert [tree.next(), tree.remove("s0")] == ["c0", None]
-    assert drained(tree) == ["a2", "a1", "c0", "s2", "b0", "a0"]
+    order.values[1] = 9.0  # it is worth most from now on, but a part of its state is gone
+    assert drained(tree) == ["s0", "a2", "a1", "c0", "s2", "b0", "a0"]
+
+
+def test_who_runs_keeps_the_kv_whose_state_is_gone(order, held):
+    tree = EvictionTree(order, lambda key: key not in held, is_state=lambda key: key[0] == "s")
+    a = talk(1)
+    grow(tree, "a0 a1", a)
+    grow(tree, "s0", a, parent="a1")
+    a.num_open = a.num_running = 1  # its next turn leaves another state
+    grow(tree, "c0", talk(2))
+    order.values = {1: 9.0, 2: 5.0}
+    tree.remove("s0")
+    assert drained(tree) == ["c0", "a1", "a0"]
 
 
 def test_an_answer_that_was_left_for_another_branch_keeps_its_place(tree):
