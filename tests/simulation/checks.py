@@ -287,19 +287,20 @@ def check_restorable(sim: Simulation) -> None:
     records = map(sim.cpu.record, sim.cpu.pool.cached_blocks())
     stored = {record.block_id for record in records if record is not None}.union(on_disk(sim))
     deleted = sim.forgotten | sim.replaced_states
-    for chain in (request.chain for request in finished if request.chain):
-        ends = [states_at(sim, chain, border) for border in range(len(chain), max(0, len(chain) - 2), -1)]
-        sim.counts["turns with a state"] += (is_restorable := any(map(stored.issuperset, ends)))
-        lost = (one for one in set().union(*ends) - stored if one in deleted or sim.store.stats.losses.get(one))
-        has_reason = is_restorable or any(lost) or (chain[0] not in stored and not sim.config.faults.are_none)
-        assert has_reason, f"nobody can go on behind {sim.describe(chain[-1])}"
+    for request in finished:
+        chain = request.chain[: (len(request.token_ids) - 1) // sim.config.block_size]  # its last token has no KV
+        needed = needed_behind(sim, chain)
+        sim.counts["turns with a state"] += needed <= stored
+        has_reason = any(one in deleted or sim.store.stats.losses.get(one) for one in needed - stored)
+        has_reason |= not sim.config.faults.are_none and stored.isdisjoint(chain)
+        assert needed <= stored or has_reason, f"nobody can go on behind {sim.describe(chain[-1])}"
 
 
-def states_at(sim: Simulation, chain: list[BlockId], border: int) -> set[BlockId]:
-    """All that a turn begins with behind so many blocks."""
-    behind = chain[max(0, border - max(sim.config.window_blocks, 1)) : border]
+def needed_behind(sim: Simulation, chain: list[BlockId]) -> set[BlockId]:
+    """All that a turn begins with behind this chain."""
+    seen = chain[max(0, len(chain) - max(sim.config.window_blocks, 1)) :]
     size, num_blocks = sim.config.block_size, sim.book.num_state_blocks
-    return {*chain[:border], *(one for block_id in behind for one in state_chain(block_id, num_blocks, size))}
+    return {*chain, *(one for block_id in seen for one in state_chain(block_id, num_blocks, size))}
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
