@@ -22,6 +22,7 @@ from tests.support.tidy import (
     bare_words,
     class_names_met_twice,
     decoders_made_late,
+    floors,
     in_circles,
     long_files,
     long_functions,
@@ -233,6 +234,10 @@ def test_tests_look_from_outside(house, count, most):
 @pytest.mark.parametrize("name", control_plane())
 def test_the_control_plane_loads_no_torch(house, name):
     assert heavy_imports(house, name) == {}
+
+
+def test_the_store_has_seven_floors(house):
+    assert floors(house, "kvstore.store") == 7
 
 
 def test_there_is_one_name_to_install():

@@ -19,6 +19,7 @@ from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.store.context import Identity, Stage, StoreContext
 from kvstore.store.deletion import Deletion
 from kvstore.store.prefetch import Prefetcher
+from kvstore.store.quantised import IsHeld, find_copies
 from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Requests, Tracked, Wanted
 from kvstore.store.saving import StepsInFlight
@@ -192,14 +193,19 @@ class KVStore:
             cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
             reads is not None,
         )  # fmt: skip
+        answered = self.prefetcher.answered
         if remote is not None and believed is not None and reads is not None:
-            self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, self.prefetcher)
+            self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, answered)
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, context.clock, cpu.keep)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.requests, self.stored, stats, disk is not None, self._landed)
-        self.deletion = Deletion(context, disk, planner.block_bytes, self.stored, self.steps, self.remote)
+        self.deletion = Deletion(context, disk, planner.block_bytes, self.stored, self.steps.being_filled, self.remote)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
+
+    def find_copies(self, content: ChainContent, is_in_hbm: IsHeld) -> Lineage | None:
+        """See `KVConnector.find_copies`."""
+        return find_copies(content, is_in_hbm, self.stored, self.cpu, self.planner)
 
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> tuple[str, ...]:
         """Note a queued request. Returns the tier of each block after those in HBM, as far as they are stored."""
@@ -322,7 +328,9 @@ class KVStore:
         moved = bool(self.ended)
         while self.ended:  # one at a time, so that an error loses none of the others
             self._collect(self.ended.popleft())
-        moved |= self.remote is not None and self.remote.poll()
+        if self.remote is not None and self.remote.poll():
+            self.prefetcher.landed()
+            moved = True
         self.steps.end_steps()
         if self.splicer.jobs:
             self.splicer.poll()
@@ -406,7 +414,8 @@ class KVStore:
         if conversation is not None and conversation.pinned_until_s < self._clock() + HINT_S:
             self.steering.pin(conversation, HINT_S)
         hint = Tracked(content.chain, content.tokens, content.lineage, content.tenant, conversation=conversation)
-        (self.prefetcher if self.remote is None else self.remote).hint(hint)
+        if self.remote is None or not self.remote.questions.ask(hint):
+            self.prefetcher.hint(hint)
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None, tenant: str | None) -> None:
         if (conversation := self._conversation_of(chain)) is not None:

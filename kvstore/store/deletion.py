@@ -5,14 +5,13 @@ Control plane, one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.blocks.ids import BlockId, is_quantised, state_chain, with_quantised
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.store.context import StoreContext
-from kvstore.store.saving import StepsInFlight
 from kvstore.store.stored import StoredBlocks
 from kvstore.store.write_back import WriteBack
 
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Deletion:
-    """disk, remote: None without such a tier."""
+    """disk, remote: None without such a tier. being_filled: arena blocks with KV that has no id yet."""
 
     def __init__(
         self, context: StoreContext, disk: WriteBack | None, block_bytes: int, stored: StoredBlocks,
-        steps: StepsInFlight, remote: RemoteBlocks | None = None,
+        being_filled: Callable[[], Iterable[int]], remote: RemoteBlocks | None = None,
     ) -> None:  # fmt: skip
         self._cpu, self._steering, self._stats = context.cpu, context.steering, context.stats
-        self._disk, self._block_bytes, self._steps, self._remote = disk, block_bytes, steps, remote
+        self._disk, self._block_bytes, self._being_filled, self._remote = disk, block_bytes, being_filled, remote
         self._stored = stored
         self.to_erase: set[int] = set()  # deleted arena blocks that were still held
 
@@ -43,7 +42,7 @@ class Deletion:
         doomed = [one for one in tiers.with_descendants(with_quantised(block_ids)) if self._is_meant(one)]
         self._stats.forgotten += len(doomed)
         self.to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
-        self.to_erase.update(self._steps.being_filled())
+        self.to_erase.update(self._being_filled())
         if self._disk is not None:
             self._disk.delete(doomed)
         for block_id in reversed(doomed):

@@ -60,7 +60,10 @@ class Prefetcher:
             self.poll()
 
     def answered(self, request: Tracked) -> bool:
-        """A tier has said what is stored for a request. Returns False if the request has been removed meanwhile."""
+        """A tier has said what is stored for a request or a hint. Returns whether that is a request that is there."""
+        if request.key is None:
+            self.hint(request)
+            return False
         if self._requests.by_id.get(request.request_id) is not request:
             return False
         if self._requests.look_again(request):

@@ -10,22 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage, SpliceRun, child_block_id, quantised_id
-from kvstore.store.control_plane import KVStore
-from kvstore.store.stored import ChainContent
+from kvstore.memory.tier import CpuTier
+from kvstore.policy.planner import Planner
+from kvstore.store.stored import ChainContent, StoredBlocks
 
 IsHeld = Callable[[BlockId], bool]  # whether HBM or a tier below it has this block
 
 
-def find_copies(content: ChainContent, is_in_hbm: IsHeld, store: KVStore) -> Lineage | None:
-    """See `KVConnector.find_copies`."""
-    size = store.stored.block_size
+def find_copies(
+    content: ChainContent, is_in_hbm: IsHeld, stored: StoredBlocks, cpu: CpuTier, planner: Planner
+) -> Lineage | None:
+    """The lineage of a chain that begins with copies, if more of it is held so and that is worth reading."""
+    size = stored.block_size
     most = min((len(content.tokens) // TOKEN_BYTES - 1) // size, len(content.chain))
-    found = with_copies(content, most, size, lambda one: is_in_hbm(one) or store.stored.holds(one))
+    found = with_copies(content, most, size, lambda one: is_in_hbm(one) or stored.holds(one))
     if found is None:
         return None
     loaded = [one for one in found.with_copies(found.sources) if not is_in_hbm(one)]
-    num_unread = sum(store.cpu.arena_block_of(one) is None for one in loaded)
-    return found if store.planner.should_read(len(loaded), num_unread) else None
+    num_unread = sum(cpu.arena_block_of(one) is None for one in loaded)
+    return found if planner.should_read(len(loaded), num_unread) else None
 
 
 def with_copies(content: ChainContent, most: int, block_size: int, is_held: IsHeld) -> Lineage | None:

@@ -21,7 +21,6 @@ from kvstore.policy.planner import Planner
 from kvstore.remote.prefill import PrefillJob, PrefillServer
 from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.store.context import Stage, StoreContext
-from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote_stores import RemoteStores
 from kvstore.store.requests import Tracked
 from kvstore.store.stored import Deletions, StoredBlocks, TierReads
@@ -132,15 +131,17 @@ class RemoteSource:
 
 
 class RemoteBlocks:
-    """disk: None without a disk. contents: what the tier is thought to have."""
+    """disk: None without a disk. contents: what the tier is thought to have. answered: called for a request or hint
+    of whose blocks the tier has told; returns whether that is a request that still waits.
+    """
 
     def __init__(
         self, context: StoreContext, planner: Planner, source: RemoteSource, contents: BelievedContents,
-        disk: WriteBack | None, stored: StoredBlocks, reads: TierReads, prefetcher: Prefetcher,
+        disk: WriteBack | None, stored: StoredBlocks, reads: TierReads, answered: Callable[[Tracked], bool],
     ) -> None:  # fmt: skip
         self._source, self.contents, self._disk, self._reads = source, contents, disk, reads
         self._cpu, self._stats, clock = context.cpu, context.stats, context.clock
-        self._planner, self._prefetcher, self._stored = planner, prefetcher, stored
+        self._planner, self._answered, self._stored = planner, answered, stored
         self._ended: deque[Done] = deque()
         self.questions = Questions(source.tier, stored, clock, planner)
         self.deletes = Deletions(source.tier, MOST_DELETES)
@@ -155,17 +156,6 @@ class RemoteBlocks:
         if request.may_load:
             self.questions.ask(request)
 
-    def _answered(self, request: Tracked) -> None:
-        if request.key is None:
-            self._prefetcher.hint(request)
-        elif self._prefetcher.answered(request) and self.elsewhere is not None:
-            self.elsewhere.ask(request)
-
-    def hint(self, hint: Tracked) -> None:
-        """Read what is there for a hint, once that is known."""
-        if not self.questions.ask(hint):
-            self._prefetcher.hint(hint)
-
     def poll(self) -> bool:
         """Collect what the threads have finished, and hand over what waits. Returns whether there was anything."""
         self._ended += self._source.tier.completed()
@@ -176,8 +166,9 @@ class RemoteBlocks:
             done = self._ended.popleft()
             if isinstance(done, Asked):
                 self.contents.answered(done)
-                if (request := self.questions.answered(done)) is not None:
-                    self._answered(request)
+                request = self.questions.answered(done)
+                if request is not None and self._answered(request) and self.elsewhere is not None:
+                    self.elsewhere.ask(request)
             elif isinstance(done, ReadDone):
                 self._read_done(done)
             elif isinstance(done, WriteDone):
@@ -188,8 +179,6 @@ class RemoteBlocks:
         self._name_states()
         self.deletes.pump()
         self.stores.pump()
-        if moved:
-            self._prefetcher.landed()
         return moved
 
     def _read_done(self, done: ReadDone) -> None:

@@ -16,7 +16,6 @@ from kvstore.policy.conversation import Answer
 from kvstore.stats import Losses
 from kvstore.store.control_plane import KVStore
 from kvstore.store.parts import DRAIN_S, DiskParts
-from kvstore.store.quantised import find_copies
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
@@ -79,7 +78,7 @@ class TieredConnector:
             if not (is_in_hbm(first) or self.parts.store.stored.holds(first)):
                 return None
             content = ChainContent(list(chain), token_bytes(token_ids), lineage, "")
-            return find_copies(content, is_in_hbm, self.parts.store)
+            return self.parts.store.find_copies(content, is_in_hbm)
 
     def on_new_request(self, request: NewRequest) -> Arrival:
         with self.parts.lock:
@@ -175,7 +174,7 @@ class TieredConnector:
         content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:
             self.parts.store.poll()
-            found = find_copies(content, lambda _: False, self.parts.store)
+            found = self.parts.store.find_copies(content, lambda _: False)
             if found is not None:
                 content = ChainContent(found.with_copies(found.sources), content.tokens, found, tenant)
             self.parts.store.prefetch(content)

@@ -7,7 +7,7 @@ known and the tests stand in `tests/test_tidy.py`.
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 LAYERS = ("service", "engine", "kvstore", "kernels", "rope")  # each may import what stands to its right
@@ -180,6 +180,21 @@ def in_circles(house: House) -> set[str]:
         if start in reached:
             found.add(start)
     return found
+
+
+def floors(house: House, package: str) -> int:
+    """The most modules of a package that stand on one another, each importing the next."""
+
+    @cache
+    def height(name: str) -> int:
+        below = (
+            one
+            for one in house.imported(name, inside_functions=False)
+            if one.startswith(f"{package}.") and one in house.files
+        )
+        return 1 + max(map(height, below), default=0)
+
+    return max(height(name) for name in house.files if name.startswith(f"{package}."))
 
 
 def re_exports(house: House) -> set[str]:

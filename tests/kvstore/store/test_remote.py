@@ -52,7 +52,7 @@ class RemoteBench(Bench):
         )  # fmt: skip
         source = RemoteSource(self.tier, None)
         self.remote = RemoteBlocks(
-            context, self.planner, source, contents, None, self.stored, self.reads, self.prefetcher
+            context, self.planner, source, contents, None, self.stored, self.reads, self.prefetcher.answered
         )
 
     def come(self, num_blocks: int, num_there: int):
@@ -65,7 +65,8 @@ class RemoteBench(Bench):
         """Polled meanwhile, as by a step loop."""
 
         def poll() -> bool:
-            self.remote.poll()
+            if self.remote.poll():
+                self.prefetcher.landed()
             self.prefetcher.poll()
             return is_so()
 
