@@ -236,8 +236,10 @@ def test_the_control_plane_loads_no_torch(house, name):
     assert heavy_imports(house, name) == {}
 
 
-def test_the_store_has_seven_floors(house):
+def test_the_store_has_seven_floors(house, tmp_path):
     assert floors(house, "kvstore.store") == 7
+    low = house_of(tmp_path, kvstore__store__a="", kvstore__store__b="from kvstore.store import a")
+    assert floors(low, "kvstore.store") == 2
 
 
 def test_there_is_one_name_to_install():

@@ -191,11 +191,11 @@ class KVCacheManager:
         child.num_hashed_blocks = owner.num_computed_tokens // self.block_size
 
     def next_checkpoint(self, request: Request, num_before: int) -> int | None:
-        """The first of the borders behind `num_before` tokens where a checkpoint of its prompt is wanted: where the
-        first turn begins, where it leaves what others have computed, and before the last token. None if no more is.
-        For a model with states.
+        """The first border behind `num_before` tokens where a state is to be kept: where its first turn begins, where
+        it leaves what others have computed, before its last token, and behind it. None if there is no more.
         """
-        ends = [*request.turn_starts[:1], request.fork * self.block_size, request.num_tokens - 1]
+        num_tokens = request.num_tokens
+        ends = [*request.turn_starts[:1], request.fork * self.block_size, num_tokens - 1, num_tokens]
         borders = [end // self.block_size * self.block_size for end in ends]
         return min((border for border in borders if border > num_before), default=None)
 
@@ -204,10 +204,9 @@ class KVCacheManager:
         the end of its system prompt, where it left what others had computed, and at its own end. Of layers with a
         window: all blocks that such a later one needs. What ended its answer may have been found some tokens late.
         """
-        num_tokens = len(request.token_ids) - (isinstance(request.stop_reason, str)) * self.block_size
-        if request.finish_reason == "abort":
-            num_tokens = request.num_prompt_tokens
-        last = min(num_tokens // self.block_size, len(request.chain))
+        num_tokens = len(request.token_ids) - isinstance(request.stop_reason, str) * self.block_size
+        num_sure = request.num_prompt_tokens if request.finish_reason == "abort" else num_tokens
+        last = min(max(num_sure, request.num_prompt_tokens) // self.block_size, len(request.chain))
         ends = self._ends(request)
         if self.windows is not None:
             last = min(last, min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size)
@@ -456,7 +455,7 @@ class RequestBlocks:
         states, end = self.manager.states, request.num_computed_tokens + num_tokens
         if states is None or request.state is None or end % self.manager.block_size:
             return
-        if end >= request.num_tokens or end == self.manager.next_checkpoint(request, request.num_computed_tokens):
+        if end == self.manager.next_checkpoint(request, request.num_computed_tokens):
             states.keep(request.state, end)
 
     @staticmethod
@@ -491,7 +490,7 @@ class RequestBlocks:
             request.num_saved_tokens += self.connector.take_num_saved(request.request_id)
         self.manager.cache_full_blocks(request, num_tokens)
         if self.manager.states is not None and request.state is not None:
-            is_answer = num_tokens > request.num_prompt_tokens
+            is_answer = num_tokens >= request.num_prompt_tokens
             self.manager.states.computed(request.state, num_tokens, request.chain, self.manager.block_size, is_answer)
 
     def compute_instead(self, request: Request) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.blocks.ids import BlockId, Lineage, quantised_id
+from kvstore.blocks.ids import BlockId, Lineage, quantised_id, state_chain
 from kvstore.blocks.records import BlockRecord, Loss, SplicedState, TransferPlan, Transferred
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import LoadChoice, Planner, Way
@@ -193,9 +193,10 @@ class KVStore:
             cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
             reads is not None,
         )  # fmt: skip
-        answered = self.prefetcher.answered
         if remote is not None and believed is not None and reads is not None:
-            self.remote = RemoteBlocks(context, planner, remote, believed, disk, self.stored, reads, answered)
+            self.remote = RemoteBlocks(
+                context, planner, remote, believed, disk, self.stored, reads, self.prefetcher.answered
+            )
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, context.clock, cpu.keep)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
@@ -370,7 +371,8 @@ class KVStore:
             request = self.requests.by_id[request_id]
             lacks_room, is_behind = request.lacks_room, block_id not in request.loads.chain[: request.border]
             if self.requests.keeps_states and is_behind and not (request.is_computed or lacks_room):
-                return Loss("no_checkpoint", tiers[0])
+                last = state_chain(request.chain[request.num_known - 1], 1, self.stored.block_size)[0]
+                return Loss("no_checkpoint", tiers[0], why=(losses.get(last) or Loss("unknown")).why)
             return Loss("not_loaded", tiers[0], why="no room to read it" if lacks_room else "computing is quicker")
         if not is_unreadable and (tiers := self.stored.tiers((quantised_id(block_id),), 0, 1)):
             return Loss("not_loaded", tiers[0], why="only a quantised copy is there")

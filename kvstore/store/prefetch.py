@@ -60,7 +60,7 @@ class Prefetcher:
             self.poll()
 
     def answered(self, request: Tracked) -> bool:
-        """A tier has said what is stored for a request or a hint. Returns whether that is a request that is there."""
+        """A tier has said what is there for a request or a hint. Returns whether it is a request that has not left."""
         if request.key is None:
             self.hint(request)
             return False

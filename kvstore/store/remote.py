@@ -131,17 +131,17 @@ class RemoteSource:
 
 
 class RemoteBlocks:
-    """disk: None without a disk. contents: what the tier is thought to have. answered: called for a request or hint
-    of whose blocks the tier has told; returns whether that is a request that still waits.
+    """disk: None without a disk. contents: what the tier is thought to have. tell: called for a request or hint when it
+    is known what is there; returns whether that is a request, which has not left.
     """
 
     def __init__(
         self, context: StoreContext, planner: Planner, source: RemoteSource, contents: BelievedContents,
-        disk: WriteBack | None, stored: StoredBlocks, reads: TierReads, answered: Callable[[Tracked], bool],
+        disk: WriteBack | None, stored: StoredBlocks, reads: TierReads, tell: Callable[[Tracked], bool],
     ) -> None:  # fmt: skip
         self._source, self.contents, self._disk, self._reads = source, contents, disk, reads
         self._cpu, self._stats, clock = context.cpu, context.stats, context.clock
-        self._planner, self._answered, self._stored = planner, answered, stored
+        self._planner, self._tell, self._stored = planner, tell, stored
         self._ended: deque[Done] = deque()
         self.questions = Questions(source.tier, stored, clock, planner)
         self.deletes = Deletions(source.tier, MOST_DELETES)
@@ -167,7 +167,7 @@ class RemoteBlocks:
             if isinstance(done, Asked):
                 self.contents.answered(done)
                 request = self.questions.answered(done)
-                if request is not None and self._answered(request) and self.elsewhere is not None:
+                if request is not None and self._tell(request) and self.elsewhere is not None:
                     self.elsewhere.ask(request)
             elif isinstance(done, ReadDone):
                 self._read_done(done)

@@ -181,6 +181,7 @@ class StepsInFlight:
             for arena_block in arena_blocks:
                 self._cpu.release(arena_block)
             self._stats.dropped_saves += 1
+            self._stats.losses.note("not_written", "cpu", records[0].block_id, why="no room in the CPU tier")
             return
         for arena_block, record in zip(arena_blocks, records, strict=True):
             self._cpu.announce(arena_block, record, conversation)

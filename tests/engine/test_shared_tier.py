@@ -181,6 +181,7 @@ def test_who_types_has_the_history_read_ahead(redis):
         chat.send("Tell me of Lisbon.", greedy(12))
         evict_memory(engine)
         assert engine.stats()["remote"]["reads"] == 0
+        engine.loop.call(engine.connector.parts.store.remote.contents.lose, chat.window.chain)  # so it has to ask
         engine.prefetch("typing")
         num_read = len(chat.window.chain)
         wait_until(lambda: engine.stats()["remote"]["reads"] == num_read >= 3, "all is read ahead")

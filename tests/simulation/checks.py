@@ -280,18 +280,20 @@ def check_forgotten(sim: Simulation) -> None:
 
 def check_restorable(sim: Simulation) -> None:
     """After a turn that has finished the next one finds a state, or it is known what became of it."""
-    finished, sim.finished = sim.finished, []
-    num_before, sim.num_dropped = sim.num_dropped, sim.store.stats.dropped_saves
-    if not sim.book.num_state_blocks or not finished or sim.num_dropped > num_before:
+    finished, sim.finished = [request for request in sim.finished if request.chain], []
+    if not sim.book.num_state_blocks or not finished:
         return
     records = map(sim.cpu.record, sim.cpu.pool.cached_blocks())
     stored = {record.block_id for record in records if record is not None}.union(on_disk(sim))
-    deleted = sim.forgotten | sim.replaced_states
-    for request in finished:
+    for number, request in enumerate(finished):
+        later = (other.chain for other in finished[number + 1 :])
+        if any(chain[: len(request.chain)] == request.chain for chain in later):
+            continue  # these left states behind it, which replace its own
         computed = (len(request.token_ids) - 1) // sim.config.block_size  # its last token may have no KV
         ends = [needed_behind(sim, request.chain[:end]) for end in {computed, len(request.chain)}]
         sim.counts["turns with a state"] += (has_one := any(map(stored.issuperset, ends)))
-        is_known = any(one in deleted or sim.store.stats.losses.get(one) for one in set().union(*ends))
+        losses = sim.store.stats.losses
+        is_known = any(one in sim.forgotten or losses.get(one) is not None for one in set().union(*ends))
         is_known |= not sim.config.faults.are_none and stored.isdisjoint(request.chain)
         assert has_one or is_known, f"nobody can go on behind {sim.describe(request.chain[-1])}"
 

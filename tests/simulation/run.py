@@ -76,9 +76,7 @@ class Simulation:
         self.orders_rng = random.Random(f"orders {seed}")
         self.accounts: dict[str, Account] = {}
         self.forgotten: set[BlockId] = set()
-        self.replaced_states: set[BlockId] = set()  # by later ones of their chains
         self.finished: list[Request] = []  # since all were looked at
-        self.num_dropped = 0  # saves, until then
         self.survivors: set[BlockId] = set()  # on disk when the store was opened again
         self.end_s = START_S + config.hours * HOUR_S
         self._may_raise = False
@@ -141,7 +139,6 @@ class Simulation:
     def _open(self) -> None:
         config = self.config
         self.finished.clear()
-        self.num_dropped = 0
         self._sum_up()
         tiers = CacheTiers(
             cpu=config.cpu_blocks * self.book.block_bytes,
@@ -172,8 +169,6 @@ class Simulation:
         self.runner = Runner(self)
         self.steps = Steps(self.scheduler, self.runner, config.runs_ahead)
         self._watch_plan()
-        delete = self.store._delete_state
-        self.store._delete_state = lambda states: self.replaced_states.update(states) or delete(states)
         self._unsettled_since_s = self.clock.now_s
         take = self.connector.update_state_after_alloc
         self.connector.update_state_after_alloc = lambda *given: self._taken(*given[3:]) or take(*given)

@@ -24,6 +24,7 @@ from kvstore.engine.core.state_slots import StateSlots
 from kvstore.engine.core.window_slots import WindowSlots
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
+from kvstore.store.control_plane import KVStore
 from kvstore.store.deletion import Deletion
 from kvstore.store.requests import Requests
 from kvstore.store.saving import StepsInFlight
@@ -269,6 +270,19 @@ def prompt_of_whole_blocks_that_leaves_no_state():
     return {(RequestBlocks, "scheduled"): forgetful}
 
 
+def state_that_is_deleted_as_soon_as_it_is_saved():
+    def deleting(save_states):
+        def saved(self, request, states):
+            plan = save_states(self, request, states)
+            for border in {num_tokens // self.stored.block_size for num_tokens, _ in states}:
+                self._delete_state([record.block_id for record in self.stored.state_records(request, border)])
+            return plan
+
+        return saved
+
+    return {(KVStore, "save_states"): deleting}
+
+
 def state_that_is_saved_from_another_row():
     def another(slot_of):
         def slot(self, block_id):
@@ -365,6 +379,7 @@ PLANTS: list[tuple[Plant, str, str] | tuple[Plant, str, str, int]] = [
     (kv_that_outlives_its_state, "states", "left without its state"),
     (part_of_a_state_that_outlives_the_rest, "states", "left without its state"),
     (prompt_of_whole_blocks_that_leaves_no_state, "states", "nobody can go on"),
+    (state_that_is_deleted_as_soon_as_it_is_saved, "states", "nobody can go on"),
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
     (hit_behind_which_there_is_no_state, "windows", "sees another window"),

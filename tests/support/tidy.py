@@ -183,7 +183,7 @@ def in_circles(house: House) -> set[str]:
 
 
 def floors(house: House, package: str) -> int:
-    """The most modules of a package that stand on one another, each importing the next."""
+    """The most modules of a package that stand on one another, each importing the next when it is imported."""
 
     @cache
     def height(name: str) -> int:

@@ -238,6 +238,35 @@ def test_an_evicted_checkpoint_is_named(saved_model):
         assert usage.miss is not None and usage.miss.cause == "no_checkpoint"
 
 
+def test_a_checkpoint_that_found_no_room_is_named_with_its_reason(saved_model, tmp_path):
+    with opened(saved_model("Qwen3_5Text", tokenizer=True), path=tmp_path, cpu="2MiB", disk="64MiB") as engine:
+        chat, cpu = engine.chat("red"), engine.connector.parts.store.cpu
+        chat.send("My name is Ada, and I live in Turin.", greedy(20))
+        settle(engine)
+        held = engine.loop.call(lambda: [cpu.reserve() for _ in range(cpu.pool.num_blocks - 4)])  # a state has five
+        chat.send("What is my name, and where do I live?", greedy(20))
+        engine.flush()
+        engine.loop.call(lambda: [cpu.release(one) for one in held])
+        evict_hbm(engine)
+        miss = chat.send("Why?", greedy(4)).usage.miss
+        assert (miss.cause, miss.tier, miss.why) == ("no_checkpoint", "disk", "no room in the CPU tier")
+
+
+@pytest.mark.parametrize("num_tokens", [70, 64])
+def test_an_answer_that_a_stop_string_ends_at_once_leaves_the_prompts_checkpoint(num_tokens, saved_model, tmp_path):
+    model, prompt = saved_model("Qwen3_5Text", tokenizer=True), tokens(7, num_tokens)
+    limits = {"path": tmp_path, "cpu": "8MiB", "disk": "64MiB"}
+    with opened(model) as engine:
+        (plain,) = engine.generate([prompt], greedy(3))
+    with opened(model, **limits) as engine:
+        (made,) = engine.generate([prompt], greedy(20, stop=[plain.text[:1]]))
+        assert made.finish_reason == "stop" and len(made.token_ids) < 4
+        engine.flush()
+    with opened(model, **limits) as engine:
+        (again,) = engine.generate([prompt + made.token_ids + tokens(8, 9)], greedy(4))
+        assert again.usage.cached_tokens_details.disk == 64
+
+
 def test_a_pool_without_room_for_states_is_refused(saved_model):
     with pytest.raises(ConfigError, match="two states of this model need"):
         opened(saved_model("Qwen3_5Text"), hbm="40KiB")
