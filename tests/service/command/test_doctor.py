@@ -12,7 +12,7 @@ from tests.support.faults import constants
 from tests.support.redis_server import free_port
 from tests.support.service.server_process import launched, run_command
 from tests.support.service.serving import KEY
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"name": "Qwen3_5Text", "tokenizer": True, "max_position_embeddings": 1024}  # one that keeps states
 
@@ -27,6 +27,7 @@ def test_our_own_server_is_killed_and_the_conversation_comes_back_unless_its_sto
         running = pool.submit(run_command, *asked, KVSTORE_API_KEY=KEY)
         wait_until(lambda: killed.exists() or running.done(), "the command has run")
         assert killed.exists(), running.result()
+        server.process.wait(TIMEOUT_S)  # it may be writing to a slow disk, and has its port until then
         with launched(store, *flags):
             done = running.result()
     found = json.loads(done.stdout)
