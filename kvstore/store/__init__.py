@@ -11,6 +11,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
   reads and writes, and what is read ahead for it
 - `host_conversations`: whose blocks such a host writes and asks for
+- `old_states`: which states of a chain go when a turn has left new ones, and when
 - `parts`: the parts of a store, and the order in which they end; waiting for what worker threads do; the thread that
   polls while nobody steps; eviction by hand, checks, compaction; those of a disk alone, put together
 - `prefetch`: whose blocks are read next

@@ -18,6 +18,7 @@ from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.store.context import Identity, Stage, StoreContext
 from kvstore.store.deletion import Deletion
+from kvstore.store.old_states import OldStates
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.quantised import IsHeld, find_copies
 from kvstore.store.remote import RemoteBlocks, RemoteSource
@@ -30,7 +31,6 @@ from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
 
-SLACK_BLOCKS = 2  # a turn may end so much before the next one begins
 TRIED_BLOCKS = 16  # are read although computing is better: the disk may have become faster
 TRIED_SHARE = 4  # at most one second in this many is spent on such reads
 _MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
@@ -202,6 +202,7 @@ class KVStore:
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.requests, self.stored, stats, disk is not None, self._landed)
         self.deletion = Deletion(context, disk, planner.block_bytes, self.stored, self.steps.being_filled, self.remote)
+        self.old_states = OldStates(self.stored, cpu, disk, None if self.remote is None else self.remote.delete)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
 
     def find_copies(self, content: ChainContent, is_in_hbm: IsHeld) -> Lineage | None:
@@ -253,45 +254,16 @@ class KVStore:
             if self.stored.holds(records[-1].block_id):
                 continue
             if self.stored.holds(records[0].block_id):  # the rest of one of which a part was lost
-                self._delete_state([record.block_id for record in records])
+                self.old_states.delete([record.block_id for record in records])
             new.append((row, records))
         borders = {num_tokens // size for num_tokens, _ in states}
-        self._delete_old_states(request, borders)
+        self.old_states.replace(request, borders)
         plan = self.steps.plan_states(new, request.conversation) if new else None
         for border in sorted(border for border in borders if border + 1 not in borders):
             content = self.stored.with_states(request, border)
             if request.conversation is not None:
                 self.stored.claim_states(content, request.conversation)
         return plan
-
-    def _delete_old_states(self, request: Tracked, borders: set[int]) -> None:
-        """Delete the states of a chain but for these, those that are needed where its system prompt and the turn before
-        end, and in its first turn where other chains leave it. If nobody says where turns end, a few before these stay.
-        """
-        size, span, starts = self.stored.block_size, self.stored.state_span, request.turn_starts
-        kept = {border - 1 for border in borders}
-        for end in {start // size for start in (*starts[:1], *starts[-1:])}:
-            kept.update(range(end - span - SLACK_BLOCKS, end))
-        shared = starts[1] // size if len(starts) > 1 else len(request.chain)
-        num_more = 0 if starts else span
-        first = max(0, starts[-3] // size - span - SLACK_BLOCKS) if len(starts) > 2 else 0  # older ones are gone
-        for number in range(max(borders) - 1, first - 1, -1):
-            if number in kept or not self.stored.has_state(request.chain[number]):
-                continue
-            if number < shared and self.stored.is_fork(request.chain[number]):
-                kept.update(range(number + 1 - span, number + 1))
-                continue
-            num_more -= 1
-            if num_more < 0:
-                self._delete_state([one.block_id for one in self.stored.state_records(request, number + 1)])
-
-    def _delete_state(self, block_ids: Sequence[BlockId]) -> None:
-        """Delete the blocks of a state on every tier."""
-        if self.disk is not None:
-            self.disk.delete(block_ids)
-        self.cpu.forget(block_ids[0])
-        if self.remote is not None:
-            self.remote.delete(block_ids)
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """Remove a request that has ended or was preempted, and return it."""
@@ -340,6 +312,8 @@ class KVStore:
             self.prefetcher.poll()
         if self.disk is not None:
             self.disk.pump()
+        if self.old_states.waiting:
+            self.old_states.poll()
         if self.deletion.to_erase:
             self.deletion.erase()
         return moved
@@ -465,7 +439,7 @@ class KVStore:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight or waiting to be written."""
-        if self.steps.by_ticket or self.ended or self.splicer.jobs:
+        if self.steps.by_ticket or self.ended or self.splicer.jobs or self.old_states.waiting:
             return False
         is_drained = not self.reads and (self.disk.is_drained if self.disk else self._io.is_idle)
         return is_drained and (self.remote is None or self.remote.is_idle)

@@ -228,6 +228,21 @@ def test_a_conversation_with_a_model_that_keeps_states_goes_on_after_every_kill(
     print(f"{num_whole} of {HYBRID_ROUNDS - 1} turns whose server was killed right after them came back whole")
 
 
+def test_a_server_that_is_killed_right_after_each_turn_still_has_a_state(saved_model, store):
+    """An older one goes only when a newer one is on disk."""
+    model, session_id = saved_model(HYBRIDS[0], tokenizer=True, max_position_embeddings=16384), None
+    for number in range(3):
+        with launched(store, model) as server:
+            said = chat(server, "I am Ada, and I live in Turin. Who are you?", session_id, **GREEDY)
+            session_id = said["session_id"]
+            if not number:
+                server.flush()
+            server.kill()
+    with launched(store, model) as server:
+        usage = chat(server, "And now?", session_id, **GREEDY)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens_details"]["disk"] > 0
+
+
 def goes_on(server: ServerProcess, expected: ChatSession, last: dict) -> bool:
     """With a turn whose checkpoint was perhaps half written: whole, to the bit, or not at all. Returns which."""
     said, known = chat(server, "And then?", last["session_id"], **GREEDY), expected.send("And then?", greedy(24))

@@ -26,6 +26,7 @@ from kvstore.memory.tier import CpuTier
 from kvstore.policy.policies import EvictionOrder
 from kvstore.store.control_plane import KVStore
 from kvstore.store.deletion import Deletion
+from kvstore.store.old_states import OldStates
 from kvstore.store.requests import Requests
 from kvstore.store.saving import StepsInFlight
 from kvstore.store.write_back import WriteBack
@@ -50,7 +51,7 @@ REACHED = (
     "write error: map full", "prefetched", "prefetch hits", "writes dropped", "injected: scheduled", "injected: plan",
     "injected: reserve", "injected: began", "injected: computed", "injected: executed",
     "hit quantised", "exact", "states planned", "states saved", "writes refused", "ran ahead", "computed for nothing",
-    "KV that went with its state", "turns with a state",
+    "KV that went with its state", "turns with a state", "states replaced",
 )  # fmt: skip
 
 reached: Counter[str] = Counter()
@@ -275,12 +276,27 @@ def state_that_is_deleted_as_soon_as_it_is_saved():
         def saved(self, request, states):
             plan = save_states(self, request, states)
             for border in {num_tokens // self.stored.block_size for num_tokens, _ in states}:
-                self._delete_state([record.block_id for record in self.stored.state_records(request, border)])
+                self.old_states.delete([record.block_id for record in self.stored.state_records(request, border)])
             return plan
 
         return saved
 
     return {(KVStore, "save_states"): deleting}
+
+
+def state_that_goes_before_the_one_that_replaces_it_is_on_disk():
+    """As it was until a server was killed at once after two quick turns."""
+
+    def early(replace):
+        def replaced(self, request, borders):
+            replace(self, request, borders)
+            for _, old in self.waiting:
+                self.delete(old)
+            self.waiting.clear()
+
+        return replaced
+
+    return {(OldStates, "replace"): early}
 
 
 def state_that_is_saved_from_another_row():
@@ -380,6 +396,7 @@ PLANTS: list[tuple[Plant, str, str] | tuple[Plant, str, str, int]] = [
     (part_of_a_state_that_outlives_the_rest, "states", "left without its state"),
     (prompt_of_whole_blocks_that_leaves_no_state, "states", "nobody can go on"),
     (state_that_is_deleted_as_soon_as_it_is_saved, "states", "nobody can go on"),
+    (state_that_goes_before_the_one_that_replaces_it_is_on_disk, "states", "deleted before one behind it"),
     (state_that_is_saved_from_another_row, "states", "does not hold what its record says"),
     (state_that_is_loaded_in_part, "states", "goes on from another state|held while nothing runs|states"),
     (hit_behind_which_there_is_no_state, "windows", "sees another window"),
