@@ -25,7 +25,7 @@ class OldStates:
         delete_remote: Callable[[Sequence[BlockId]], None] | None,
     ) -> None:  # fmt: skip
         self._stored, self._cpu, self._disk, self._delete_remote = stored, cpu, disk, delete_remote
-        self.waiting: list[tuple[BlockId, list[BlockId]]] = []
+        self.waiting: list[tuple[BlockId, list[list[BlockId]]]] = []
 
     def replace(self, request: Tracked, borders: set[int]) -> None:
         """Let the states of a chain go that those behind `borders` replace: at once without a disk, else when the last
@@ -33,12 +33,13 @@ class OldStates:
         """
         old = self._replaced(request, borders)
         if self._disk is None:
-            self.delete(old)
+            for state in old:
+                self.delete(state)
         elif old:
             new = self._stored.state_records(request, max(borders))[-1].block_id
             self.waiting.append((new, old))
 
-    def _replaced(self, request: Tracked, borders: set[int]) -> list[BlockId]:
+    def _replaced(self, request: Tracked, borders: set[int]) -> list[list[BlockId]]:
         """All states of a chain but these, those that are needed where its system prompt and the turn before end, and
         in its first turn where other chains leave it. If nobody says where turns end, a few before these stay.
         """
@@ -49,7 +50,7 @@ class OldStates:
         shared = starts[1] // size if len(starts) > 1 else len(request.chain)
         num_more = 0 if starts else span
         first = max(0, starts[-3] // size - span - SLACK_BLOCKS) if len(starts) > 2 else 0  # older ones are gone
-        found: list[BlockId] = []
+        found: list[list[BlockId]] = []
         for number in range(max(borders) - 1, first - 1, -1):
             if number in kept or not self._stored.has_state(request.chain[number]):
                 continue
@@ -58,7 +59,7 @@ class OldStates:
                 continue
             num_more -= 1
             if num_more < 0:
-                found += [one.block_id for one in self._stored.state_records(request, number + 1)]
+                found.append([one.block_id for one in self._stored.state_records(request, number + 1)])
         return found
 
     def poll(self) -> None:
@@ -66,16 +67,15 @@ class OldStates:
         waiting, self.waiting = self.waiting, []
         for new, old in waiting:
             if self._disk is not None and self._disk.contents.contains(new):
-                self.delete(old)
+                for state in old:
+                    self.delete(state)
             elif self._cpu.arena_block_of(new) is not None:
                 self.waiting.append((new, old))
 
     def delete(self, block_ids: Sequence[BlockId]) -> None:
-        """Delete blocks of states, of each those behind its first, on every tier."""
+        """Delete the blocks of a state on every tier."""
         if self._disk is not None:
             self._disk.delete(block_ids)
-        else:
-            for block_id in reversed(block_ids):
-                self._cpu.forget(block_id)
+        self._cpu.forget(block_ids[0])
         if self._delete_remote is not None:
             self._delete_remote(block_ids)

@@ -171,7 +171,7 @@ class Simulation:
         self._watch_plan()
         old_states = self.store.old_states
         delete = old_states.delete
-        old_states.delete = lambda states: checks.check_replaced(self, states) or delete(states)
+        old_states.delete = lambda state: checks.check_replaced(self, state) or delete(state)
         self._unsettled_since_s = self.clock.now_s
         take = self.connector.update_state_after_alloc
         self.connector.update_state_after_alloc = lambda *given: self._taken(*given[3:]) or take(*given)

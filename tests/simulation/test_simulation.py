@@ -290,8 +290,8 @@ def state_that_goes_before_the_one_that_replaces_it_is_on_disk():
     def early(replace):
         def replaced(self, request, borders):
             replace(self, request, borders)
-            for _, old in self.waiting:
-                self.delete(old)
+            for state in [state for _, old in self.waiting for state in old]:
+                self.delete(state)
             self.waiting.clear()
 
         return replaced
