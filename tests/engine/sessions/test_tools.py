@@ -28,7 +28,7 @@ def engine():
 
 def test_a_session_goes_on_after_calls_with_the_ids_that_were_sampled(tmp_path):
     tiers = {"cpu": "64MiB", "disk": "64MiB", "path": tmp_path}
-    with Engine(cache_tiers=tiers, device="cpu") as engine:
+    with Engine(cache_tiers=tiers, device="cpu", load="always") as engine:
         chat = engine.chat("ada")
         first = chat.send("What is the weather in Rome?", PARAMS, MUST)
         (call,) = first.tool_calls
@@ -40,7 +40,7 @@ def test_a_session_goes_on_after_calls_with_the_ids_that_were_sampled(tmp_path):
         assert second.usage.cached_tokens == (len(known) - 1) // 16 * 16
         assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
         assert chat.messages[1]["tool_calls"][0]["function"] == {"name": call.name, "arguments": call.arguments}
-    with Engine(cache_tiers=tiers, device="cpu") as engine:
+    with Engine(cache_tiers=tiers, device="cpu", load="always") as engine:
         again = engine.chat("ada")
         assert again.messages == chat.messages
         third = again.send("Thanks", PARAMS, FREE)
