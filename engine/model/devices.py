@@ -81,9 +81,7 @@ def num_hbm_blocks(
         if num_slots < 2:
             least = format_size(math.ceil(2 * state_bytes / config.state_share))
             needed = f"but two states of this model need {format_size(2 * state_bytes)}, {config.state_share:g} of it"
-            raise ConfigError(
-                "hbm", f"{format_size(size_bytes)}, {needed} at most", f"give {least}, or more state_share"
-            )
+            raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed} at most", {"hbm": least})
     room_bytes, block_bytes = size_bytes - num_slots * state_bytes, _pool_bytes(model, config, 1)
     bytes_of = partial(_pool_bytes, model, config)
     most = max(room_bytes, 0) // (config.block_size * model.spec.hbm_bytes_per_token[0])

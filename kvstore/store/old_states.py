@@ -1,5 +1,5 @@
-"""Which states of a chain go when a turn has left new ones: not before these are on disk, so that a server which is
-killed at any moment finds one.
+"""Which states of a chain go when a turn has left new ones: not before these are on disk with the KV before them, so
+that a server which is killed at any moment finds one.
 
 Control plane, one thread.
 """
@@ -18,30 +18,33 @@ SLACK_BLOCKS = 2  # a turn may end so much before the next one begins
 
 
 class OldStates:
-    """disk, delete_remote: None without such a tier. waiting: the last block of a new state, and what that replaces."""
+    """disk, delete_remote: None without such a tier. waiting: the last block of a new state and, from the last on, the
+    chain's blocks before it down to the first state that it replaces; and these states.
+    """
 
     def __init__(
         self, stored: StoredBlocks, cpu: CpuTier, disk: WriteBack | None,
         delete_remote: Callable[[Sequence[BlockId]], None] | None,
     ) -> None:  # fmt: skip
         self._stored, self._cpu, self._disk, self._delete_remote = stored, cpu, disk, delete_remote
-        self.waiting: list[tuple[BlockId, list[list[BlockId]]]] = []
+        self.waiting: list[tuple[list[BlockId], list[list[BlockId]]]] = []
 
     def replace(self, request: Tracked, borders: set[int]) -> None:
         """Let the states of a chain go that those behind `borders` replace: at once without a disk, else when the last
         of these is on it. They are saved before `poll`.
         """
-        old = self._replaced(request, borders)
+        old, last = self._replaced(request, borders), max(borders)
         if self._disk is None:
-            for state in old:
+            for state in old.values():
                 self.delete(state)
         elif old:
-            new = self._stored.state_records(request, max(borders))[-1].block_id
-            self.waiting.append((new, old))
+            new = self._stored.state_records(request, last)[-1].block_id
+            self.waiting.append(([new, *request.chain[min(old) : last][::-1]], list(old.values())))
 
-    def _replaced(self, request: Tracked, borders: set[int]) -> list[list[BlockId]]:
-        """All states of a chain but these, those that are needed where its system prompt and the turn before end, and
-        in its first turn where other chains leave it. If nobody says where turns end, a few before these stay.
+    def _replaced(self, request: Tracked, borders: set[int]) -> dict[int, list[BlockId]]:
+        """All states of a chain, by the number of the block before them, but these, those that are needed where its
+        system prompt and the turn before end, and in its first turn where other chains leave it. If nobody says where
+        turns end, a few before these stay.
         """
         size, span, starts = self._stored.block_size, self._stored.state_span, request.turn_starts
         kept = {border - 1 for border in borders}
@@ -50,7 +53,7 @@ class OldStates:
         shared = starts[1] // size if len(starts) > 1 else len(request.chain)
         num_more = 0 if starts else span
         first = max(0, starts[-3] // size - span - SLACK_BLOCKS) if len(starts) > 2 else 0  # older ones are gone
-        found: list[list[BlockId]] = []
+        found: dict[int, list[BlockId]] = {}
         for number in range(max(borders) - 1, first - 1, -1):
             if number in kept or not self._stored.has_state(request.chain[number]):
                 continue
@@ -59,18 +62,21 @@ class OldStates:
                 continue
             num_more -= 1
             if num_more < 0:
-                found.append([one.block_id for one in self._stored.state_records(request, number + 1)])
+                found[number] = [one.block_id for one in self._stored.state_records(request, number + 1)]
         return found
 
     def poll(self) -> None:
         """Delete what is replaced by now; what a lost one would have replaced stays."""
-        waiting, self.waiting = self.waiting, []
-        for new, old in waiting:
-            if self._disk is not None and self._disk.contents.contains(new):
+        if self._disk is None or not self.waiting:
+            return
+        contents, waiting, self.waiting = self._disk.contents, self.waiting, []
+        for needed, old in waiting:
+            missing = next((one for one in needed if not contents.contains(one)), None)
+            if missing is None:
                 for state in old:
                     self.delete(state)
-            elif self._cpu.arena_block_of(new) is not None:
-                self.waiting.append((new, old))
+            elif self._cpu.arena_block_of(missing) is not None:
+                self.waiting.append((needed, old))
 
     def delete(self, block_ids: Sequence[BlockId]) -> None:
         """Delete the blocks of a state on every tier."""

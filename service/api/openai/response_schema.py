@@ -1,7 +1,7 @@
 """Bodies, answers and events of /v1/responses, in OpenAI's shapes. Knows no handler."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -108,7 +108,11 @@ class ResponseBody(Sampling, kw_only=True):
     reasoning: Reasoning | None = None
     prompt_cache_options: Breakpoint | None = None
     context_management: ContextManagement | None = None
-    background: bool | None = None
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "background": "answers come on this connection; leave it out",
+        "prompt": "no prompts are kept here; give instructions and input",
+    }
 
     @property
     def pin_s(self) -> float | None:
@@ -463,6 +467,5 @@ def conversation_of(body: ResponseBody) -> str | None:
 
 def check_supported(body: ResponseBody) -> None:
     """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
-    for name, is_asked in (("background", body.background), ("cache_salt", body.cache_salt is not None)):
-        if is_asked:
-            raise bad_request(name, f"{name} is not supported here", "unsupported")
+    if body.cache_salt is not None:
+        raise bad_request("cache_salt", "cache_salt is not supported here", "unsupported")
