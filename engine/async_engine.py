@@ -338,7 +338,7 @@ class AsyncEngine:
             engine, facts = self.engine, self.engine.facts
             token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
             return engine.submit(
-                token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts, parser, earlier
+                token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts, (), parser, earlier
             )
 
         if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:

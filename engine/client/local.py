@@ -317,6 +317,7 @@ class LocalCore:
             tenant=prompt.tenant,
             chain=list(prompt.chain),
             turn_starts=prompt.turn_starts,
+            shared_ends=prompt.shared_ends,
             num_had=prompt.num_had,
             had_s=prompt.had_s,
             name=prompt.conversation,

@@ -26,9 +26,10 @@ State = Literal["starting", "running", "restarting", "failed", "closed"]
 
 # -- requests --------------------------------------------------------------------------------------------------------
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
-    see `CoreClient.submit`. num_had: how many of its first tokens an earlier request had, and had_s: when that ended;
-    the core says why it computes any of these. conversation: a digest of its client's name, which goes to one engine.
+    """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts,
+    shared_ends: see `CoreClient.submit`. num_had: how many of its first tokens an earlier request had, and had_s: when
+    that ended; the core says why it computes any of these. conversation: a digest of its client's name, which goes to
+    one engine.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     chain: Sequence[BlockId]
     lineage: Lineage
     turn_starts: Sequence[int] = ()
+    shared_ends: Sequence[int] = ()
     num_had: int = 0
     had_s: float = 0.0
     conversation: bytes = b""

@@ -251,6 +251,7 @@ class CoreClient:
         spliced: Spliced | None = None,
         listener: Listener | None = None,
         turn_starts: Sequence[int] = (),
+        shared_ends: Sequence[int] = (),
         parser: NewParser = no_parser,
         earlier: Earlier = NO_EARLIER,
     ) -> Handle:
@@ -258,20 +259,22 @@ class CoreClient:
 
         spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
         of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
-        known: others may go on from there in another way. parser: makes the parser of one answer. earlier: what an
+        known: others may go on from there in another way. shared_ends: of the latest turns, where other sessions do, or
+        may: their states stay. parser: makes the parser of one answer. earlier: what an
         earlier request had of the prompt. Raises EngineOverloadedError if the engine's process has too many requests,
         EngineDiedError if it has ended.
         """
         prompts = [(token_ids, params)]
         (handle,) = self.submit_all(
-            prompts, tenant, cache_salt, priority, [spliced], listener, turn_starts, parser, earlier
+            prompts, tenant, cache_salt, priority, [spliced], listener, turn_starts, shared_ends, parser, earlier
         )
         return handle
 
     def submit_all(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], tenant: str = "", cache_salt: str = "",
         priority: int = 0, spliced: Sequence[Spliced | None] = (), listener: Listener | None = None,
-        turn_starts: Sequence[int] = (), parser: NewParser = no_parser, earlier: Earlier = NO_EARLIER,
+        turn_starts: Sequence[int] = (), shared_ends: Sequence[int] = (), parser: NewParser = no_parser,
+        earlier: Earlier = NO_EARLIER,
     ) -> list[Handle]:  # fmt: skip
         """`submit` for prompts that share a step if there is room. None is queued when one is wrong. spliced: of each;
         none if none has one.
@@ -292,7 +295,7 @@ class CoreClient:
             asked.append(
                 Submit(
                     request_id, token_ids, silent, max_tokens, tenant, priority, chain, lineage, turn_starts,
-                    earlier.num_tokens, earlier.ended_s, earlier.conversation,
+                    shared_ends, earlier.num_tokens, earlier.ended_s, earlier.conversation,
                 )
             )  # fmt: skip
         self._running |= running

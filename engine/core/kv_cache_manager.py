@@ -355,7 +355,7 @@ class RequestBlocks:
         new = NewRequest(
             request.request_id, tuple(request.chain), tuple(request.token_ids), request.lineage, request.tenant,
             len(hits) * self.manager.block_size, (self.priority(request), request.place), request.conversation,
-            request.may_load, request.turn_starts, request.name,
+            request.may_load, request.turn_starts, request.shared_ends, request.name,
         )  # fmt: skip
         found = self.connector.on_new_request(new)
         request.num_told_blocks, request.num_told_tokens = len(request.chain), len(request.token_ids)

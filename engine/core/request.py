@@ -111,6 +111,7 @@ class Request:
     arrival_s: float = 0.0
     tenant: str = ""
     turn_starts: Sequence[int] = ()  # in the prompt, as far as known
+    shared_ends: Sequence[int] = ()  # of these turns, behind which other sessions may go on
     name: bytes = b""  # its client's of the conversation, as a digest
     num_had: int = 0  # how many of its first tokens an earlier request had, whose KV was there at had_s
     had_s: float = 0.0

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from kvstore.blocks.forest import InFlight
 from kvstore.blocks.ids import BlockId
 
 Copy = tuple[int, int]  # of one slot to another
@@ -29,15 +30,19 @@ class RequestState:
     """What a request has in the slots.
 
     kept: (number of tokens, slot) of copies whose step has not ended. last: its latest checkpoints in its answer.
+    needed: its latest checkpoint: the next turn begins there if it ends now.
     """
 
     slot: int
     kept: list[tuple[int, int]] = field(default_factory=list)
     last: list[BlockId] = field(default_factory=list)
+    needed: BlockId | None = None
 
 
 class StateSlots:
-    """Who has which slot. A slot that nobody needs is taken from the checkpoint that was not used for longest."""
+    """Who has which slot. A slot that nobody needs is taken from the checkpoint that was not used for longest, of those
+    that no running request needs.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -47,6 +52,7 @@ class StateSlots:
         """Forget everything: after an error, or once the pool's blocks are forgotten."""
         self._free = list(range(self.num_slots))
         self._checkpoints: OrderedDict[BlockId, int] = OrderedDict()  # the one that was not used for longest first
+        self._needed = InFlight[BlockId]()  # by running requests
         self._stale: set[int] = set()  # not overwritten since somebody had them
         self._before: list[Copy] = []
         self._after: list[Copy] = []
@@ -77,8 +83,10 @@ class StateSlots:
         return RequestState(slot)
 
     def keep(self, state: RequestState, num_tokens: int) -> None:
-        """Copy the state as it is after the next step, in which so many tokens are computed, if a slot is free."""
-        slot = self._get()
+        """Copy the state as it is after the next step, in which so many tokens are computed, if a slot is free, or has
+        only this request's checkpoint before.
+        """
+        slot = self._get(state)
         if slot is not None:
             self._after.append((state.slot, slot))
             state.kept.append((num_tokens, slot))
@@ -95,6 +103,7 @@ class StateSlots:
                 self._free.append(slot)
             else:
                 self._checkpoints[block_id] = slot
+            self._need(state, block_id)
             if is_answer:
                 state.last.append(block_id)
         while len(state.last) > 2:
@@ -102,6 +111,7 @@ class StateSlots:
 
     def end(self, state: RequestState) -> None:
         """A request leaves its slot, and copies of it that are no checkpoints yet."""
+        self._need(state, None)
         self._free += (state.slot, *(slot for _, slot in state.kept))
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
@@ -128,12 +138,23 @@ class StateSlots:
         held = [slot for state in live for slot in (state.slot, *(slot for _, slot in state.kept))]
         assert sorted([*held, *self._free, *self._checkpoints.values()]) == list(range(self.num_slots)), "lost slots"
 
-    def _get(self) -> int | None:
+    def _need(self, state: RequestState, block_id: BlockId | None) -> None:
+        if state.needed is not None:
+            self._needed.end(state.needed)
+        if block_id is not None:
+            self._needed[block_id] += 1
+        state.needed = block_id
+
+    def _get(self, state: RequestState | None = None) -> int | None:
+        """state: whose own checkpoint may be taken, if there is no other."""
         if self._free:
             slot = self._free.pop()
-        elif self._checkpoints:
-            slot = self._checkpoints.popitem(last=False)[1]
         else:
-            return None
+            own = None if state is None else state.needed
+            is_own_alone = own is not None and own in self._checkpoints and self._needed[own] == 1
+            taken = next((one for one in self._checkpoints if one not in self._needed), own if is_own_alone else None)
+            if taken is None:
+                return None
+            slot = self._checkpoints.pop(taken)
         self._stale.add(slot)
         return slot

@@ -213,6 +213,7 @@ class ChatSession:
             handle = client.submit(
                 following.prompt, language.constrained(params, options), self.tenant, listener=listener,
                 spliced=(following.chain, following.lineage), turn_starts=starts, parser=language.parser(options),
+                shared_ends=before.shared_ends(client, self.chats.sessions, self.number, starts),
                 earlier=replace(before.had_of(following, template, new, self.updated_s), begun_s=following.begun_s),
             )  # fmt: skip
         except Exception:

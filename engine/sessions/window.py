@@ -16,7 +16,7 @@ from msgspec import structs
 from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain, is_quantised, quantised_id
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
-from kvstore.engine.outputs import AppliedEdit, CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
 from kvstore.engine.sessions.spans import Computing, with_spans
@@ -24,6 +24,7 @@ from kvstore.engine.text.chat_template import ChatTemplate, Message, without_mar
 from kvstore.engine.text.language import answer_ids
 from kvstore.errors import RequestError
 from kvstore.sessions.record import SessionState, TurnRecord
+from kvstore.sessions.store import SessionStore
 
 # Where in the ids of a turn, which its answer ends, the reasoning of that is; see `Language.thought_in`.
 FindThought: TypeAlias = Callable[[Sequence[int], Message, str], tuple[int, int] | None]
@@ -193,6 +194,19 @@ class Window:
         if reuse == "reencode" and turn.spans:
             turn = self._spliced(client, turn, tenant)
         return replace(turn, thinking=self._thinking_of(turn, template, said, find_thought is not None))
+
+    def shared_ends(
+        self, client: CoreClient, store: SessionStore, number: int | None, starts: Sequence[int]
+    ) -> list[int]:
+        """Where turns end, of the last sixteen, that other sessions than this one (number) have, as it was forked or is
+        a fork: their states stay. starts: where turns begin. Empty for a model that keeps no states.
+        """
+        size = client.facts.block_size
+        last = {self.chain[end // size - 1]: end for end in starts[-17:-1] if size <= end <= len(self.chain) * size}
+        if number is None or client.facts.can_splice or not last:
+            return []
+        alone = store.unshared(number, set(last))
+        return [end for block_id, end in last.items() if block_id not in alone]
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
         """What the session had of the next prompt. ended_s: when its last turn did."""
@@ -465,15 +479,6 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         "cache_write_tokens": usage.cache_write_tokens,
         **asdict(usage.cached_tokens_details),
     }
-
-
-def applied_edits_of(turn: TurnRecord) -> list[AppliedEdit]:
-    """Of a stored turn, likewise."""
-    found = dict[str, dict[str, int]]()
-    for kind, _, name in (name.rpartition(".") for name in turn.usage):
-        if name in AppliedEdit.__struct_fields__:  # a later version may count more
-            found.setdefault(kind, {})[name] = turn.usage[f"{kind}.{name}"]
-    return [AppliedEdit(kind, **counts) for kind, counts in found.items()]
 
 
 def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:

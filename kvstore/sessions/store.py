@@ -251,6 +251,10 @@ class SessionStore:
         """Sessions that have expired, the longest expired first. They stay until they are deleted."""
         return self.transactions.read(lambda view: tables.expired(view, now, limit))
 
+    def unshared(self, number: int, block_ids: set[BlockId]) -> set[BlockId]:
+        """Those of the blocks that no session but this one refers to."""
+        return self.transactions.read(lambda view: tables.unshared(view, block_ids, number))
+
     def unshared_blocks_of(self, key: SessionKey) -> set[BlockId]:
         """The blocks that a deletion would name now: those of all turns, also from before a truncation."""
         return self.transactions.read(lambda view: tables.unshared_blocks_of(view, key))

@@ -43,12 +43,12 @@ class OldStates:
 
     def _replaced(self, request: Tracked, borders: set[int]) -> dict[int, list[BlockId]]:
         """All states of a chain, by the number of the block before them, but these, those that are needed where its
-        system prompt and the turn before end, and in its first turn where other chains leave it. If nobody says where
-        turns end, a few before these stay.
+        system prompt, the turn before, and turns behind which other sessions may go on end, and in its first turn where
+        other chains leave it. If nobody says where turns end, a few before these stay.
         """
         size, span, starts = self._stored.block_size, self._stored.state_span, request.turn_starts
         kept = {border - 1 for border in borders}
-        for end in {start // size for start in (*starts[:1], *starts[-1:])}:
+        for end in {start // size for start in (*starts[:1], *starts[-1:], *request.shared_ends)}:
             kept.update(range(end - span - SLACK_BLOCKS, end))
         shared = starts[1] // size if len(starts) > 1 else len(request.chain)
         num_more = 0 if starts else span

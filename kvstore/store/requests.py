@@ -53,6 +53,7 @@ class Tracked(ChainContent):
     conversation: Conversation | None = None
     may_load: bool = True
     turn_starts: Sequence[int] = ()  # in tokens
+    shared_ends: Sequence[int] = ()  # in tokens: see `NewRequest`
     restored: Restorable | None = None  # of a model that keeps states: what it can begin with, and the states there
     most_loaded: float = math.inf  # of its blocks: a later state was lost when it was wanted
     is_computed: bool = False  # although something is stored: computing is quicker, or there is no room to load it

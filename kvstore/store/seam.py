@@ -45,7 +45,8 @@ class NewRequest:
     chain, token_ids: all that is known now; `StepSpan` brings later ones. num_hbm_tokens: the first of them that HBM
     has. key: its place in the queue. conversation: from the `Arrival` of the same request before, or of another choice
     of its prompt. may_load False: a load for it failed, so it is computed. turn_starts: in tokens, as far as known; the
-    first is where a system prompt ends. name: its client's of the conversation, as a digest; sub-agents share it.
+    first is where a system prompt ends. shared_ends: of turns, where other sessions may go on. name: its client's of
+    the conversation, as a digest; sub-agents share it.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class NewRequest:
     conversation: Conversation | None = None
     may_load: bool = True
     turn_starts: Sequence[int] = ()
+    shared_ends: Sequence[int] = ()
     name: bytes = b""
 
 

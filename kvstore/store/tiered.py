@@ -92,6 +92,7 @@ class TieredConnector:
             arrived = Tracked(
                 list(request.chain), bytearray(token_bytes(request.token_ids)), request.lineage, request.tenant,
                 request.request_id, request.key, found, request.may_load, request.turn_starts,
+                request.shared_ends,
             )  # fmt: skip
             return Arrival(store.arrive(arrived, request.num_hbm_tokens), found, arrived.num_known)
 

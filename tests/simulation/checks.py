@@ -286,9 +286,10 @@ def check_restorable(sim: Simulation) -> None:
     records = map(sim.cpu.record, sim.cpu.pool.cached_blocks())
     stored = {record.block_id for record in records if record is not None}.union(on_disk(sim))
     for number, request in enumerate(finished):
-        later = (other.chain for other in finished[number + 1 :])
-        if any(chain[: len(request.chain)] == request.chain for chain in later):
-            continue  # these left states behind it, which replace its own
+        num_seen = max(sim.config.window_blocks, 1) - 1  # blocks before its last that its window has
+        begin = request.chain[: max(1, len(request.chain) - num_seen)]
+        if any(other.chain[: len(begin)] == begin for other in finished[number + 1 :]):
+            continue  # these left states behind it, or parted there as after an edit, which replace its own
         computed = (len(request.token_ids) - 1) // sim.config.block_size  # its last token may have no KV
         ends = [needed_behind(sim, request.chain[:end]) for end in {computed, len(request.chain)}]
         sim.counts["turns with a state"] += (has_one := any(map(stored.issuperset, ends)))
@@ -301,7 +302,7 @@ def check_restorable(sim: Simulation) -> None:
 
 def check_replaced(sim: Simulation, state: Sequence[BlockId]) -> None:
     """A whole state goes only when one behind it is on disk, so that a crash leaves one."""
-    if sim.store.disk is None or not all(one in sim.platter.values for one in state):
+    if sim.store.disk is None or not on_disk(sim).keys() >= set(state):  # or its last block is being evicted
         return
     before, size, num_blocks = sim.book.parents[state[0]], sim.config.block_size, sim.book.num_state_blocks
     behind = sim.store.disk.contents.index.links.descendants(before)[1:]

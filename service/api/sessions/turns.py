@@ -20,7 +20,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import AnswerEvent, AppliedEdit, Piece, RequestOutput, TextDelta, Timings, Usage, events_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.window import applied_edits_of, usage_of
+from kvstore.engine.sessions.window import usage_of
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of
@@ -97,8 +97,17 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     message = turn.messages[-1] if has_answer(turn) else {"role": "assistant", "content": ""}
     return TurnResult(
         session_id, turn.number, message, turn.finish_reason, *usage_of(turn), turn.truncated_tokens, turn.created_s,
-        applied_edits_of(turn),
+        _applied_edits(turn),
     )  # fmt: skip
+
+
+def _applied_edits(turn: TurnRecord) -> list[AppliedEdit]:
+    """What `kvstore.engine.sessions.window` has made counts of."""
+    found = dict[str, dict[str, int]]()
+    for kind, _, name in (name.rpartition(".") for name in turn.usage):
+        if name in AppliedEdit.__struct_fields__:  # a later version may count more
+            found.setdefault(kind, {})[name] = turn.usage[f"{kind}.{name}"]
+    return [AppliedEdit(kind, **counts) for kind, counts in found.items()]
 
 
 def open_turn(context: Context, exchange: Exchange, wanted: TurnRequest) -> Opened[TurnResult]:

@@ -196,6 +196,29 @@ def test_a_fork_goes_on_from_the_state_of_its_last_turn_in_hbm_and_from_disk(sav
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("num_more", [0, 1])
+@pytest.mark.parametrize("who", ["red", "blue"])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
+def test_a_session_and_its_fork_do_not_take_states_from_one_another(family, who, num_more, saved_model, tmp_path):
+    """What later turns of one replace stands also before the end of the other, or in the window before that."""
+    folder = saved_model(family, tokenizer=True, max_position_embeddings=1024)
+    with opened(folder, path=tmp_path, cpu="8MiB", disk="64MiB") as engine:
+        chat = engine.chat("red")
+        for text in ("Who is there?", "And why?"):
+            last = chat.send(text, greedy(20))
+        both = {"red": chat, "blue": chat.fork("blue")}
+        idle, (other,) = both.pop(who), both.values()
+        for _ in range(num_more):
+            last = idle.send("Yes.", greedy(3))
+        for text in ("And where?", "And when?", "And how?", "And who?"):
+            other.send(text, greedy(20))
+            settle(engine)
+        end = num_computed(last)
+        evict_memory(engine)
+        details = idle.send("Go on.", greedy(4)).usage.cached_tokens_details
+        assert details.disk + details.cpu == end // BLOCK * BLOCK
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5Text", "Gemma3"])
 def test_an_evicted_session_leaves_neither_kv_nor_states(family, saved_model, tmp_path):
     folder, path = saved_model(family, tokenizer=True, max_position_embeddings=512), tmp_path / "store"
