@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvstore.blocks.forest import InFlight
 from kvstore.blocks.ids import BlockId
 
 Copy = tuple[int, int]  # of one slot to another
@@ -52,7 +51,7 @@ class StateSlots:
         """Forget everything: after an error, or once the pool's blocks are forgotten."""
         self._free = list(range(self.num_slots))
         self._checkpoints: OrderedDict[BlockId, int] = OrderedDict()  # the one that was not used for longest first
-        self._needed = InFlight[BlockId]()  # by running requests
+        self._running: dict[int, RequestState] = {}  # by slot
         self._stale: set[int] = set()  # not overwritten since somebody had them
         self._before: list[Copy] = []
         self._after: list[Copy] = []
@@ -72,7 +71,7 @@ class StateSlots:
         slot = self._get()
         if slot is not None and source is not None and slot != source:
             self._before.append((source, slot))
-        return None if slot is None else RequestState(slot)
+        return None if slot is None else self._begun(slot)
 
     def fork(self, state: RequestState) -> RequestState | None:
         """A slot for a request that goes on where another one is. None if all are in use."""
@@ -80,7 +79,11 @@ class StateSlots:
         if slot is None:
             return None
         self._before.append((state.slot, slot))
-        return RequestState(slot)
+        return self._begun(slot)
+
+    def _begun(self, slot: int) -> RequestState:
+        state = self._running[slot] = RequestState(slot)
+        return state
 
     def keep(self, state: RequestState, num_tokens: int) -> None:
         """Copy the state as it is after the next step, in which so many tokens are computed, if a slot is free, or has
@@ -103,7 +106,7 @@ class StateSlots:
                 self._free.append(slot)
             else:
                 self._checkpoints[block_id] = slot
-            self._need(state, block_id)
+            state.needed = block_id
             if is_answer:
                 state.last.append(block_id)
         while len(state.last) > 2:
@@ -111,7 +114,7 @@ class StateSlots:
 
     def end(self, state: RequestState) -> None:
         """A request leaves its slot, and copies of it that are no checkpoints yet."""
-        self._need(state, None)
+        del self._running[state.slot]
         self._free += (state.slot, *(slot for _, slot in state.kept))
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
@@ -138,22 +141,16 @@ class StateSlots:
         held = [slot for state in live for slot in (state.slot, *(slot for _, slot in state.kept))]
         assert sorted([*held, *self._free, *self._checkpoints.values()]) == list(range(self.num_slots)), "lost slots"
 
-    def _need(self, state: RequestState, block_id: BlockId | None) -> None:
-        if state.needed is not None:
-            self._needed.end(state.needed)
-        if block_id is not None:
-            self._needed[block_id] += 1
-        state.needed = block_id
-
     def _get(self, state: RequestState | None = None) -> int | None:
         """state: whose own checkpoint may be taken, if there is no other."""
         if self._free:
             slot = self._free.pop()
         else:
-            own = None if state is None else state.needed
-            is_own_alone = own is not None and own in self._checkpoints and self._needed[own] == 1
-            taken = next((one for one in self._checkpoints if one not in self._needed), own if is_own_alone else None)
-            if taken is None:
+            needed = [one.needed for one in self._running.values()]
+            taken = next((one for one in self._checkpoints if one not in needed), None)
+            if taken is None and state is not None and needed.count(state.needed) == 1:
+                taken = state.needed
+            if taken is None or taken not in self._checkpoints:
                 return None
             slot = self._checkpoints.pop(taken)
         self._stale.add(slot)

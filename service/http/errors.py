@@ -5,7 +5,8 @@
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -66,6 +67,16 @@ class ApiError(kv.KVStoreError):
 
 class ReaderGone(ConnectionError):
     """The reader is gone: the connection was closed, or dropped because its reader received nothing for too long."""
+
+
+@contextmanager
+def renaming(**names: str) -> Iterator[None]:
+    """Errors name a route's own fields. names: the engine's words, and the route's."""
+    try:
+        yield
+    except (ApiError, kv.RequestError) as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def bad_request(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:

@@ -287,10 +287,10 @@ def check_restorable(sim: Simulation) -> None:
     stored = {record.block_id for record in records if record is not None}.union(on_disk(sim))
     for number, request in enumerate(finished):
         num_seen = max(sim.config.window_blocks, 1) - 1  # blocks before its last that its window has
-        begin = request.chain[: max(1, len(request.chain) - num_seen)]
+        computed = (len(request.token_ids) - 1) // sim.config.block_size  # its last token may have no KV
+        begin = request.chain[: max(1, computed - num_seen)]
         if any(other.chain[: len(begin)] == begin for other in finished[number + 1 :]):
             continue  # these left states behind it, or parted there as after an edit, which replace its own
-        computed = (len(request.token_ids) - 1) // sim.config.block_size  # its last token may have no KV
         ends = [needed_behind(sim, request.chain[:end]) for end in {computed, len(request.chain)}]
         sim.counts["turns with a state"] += (has_one := any(map(stored.issuperset, ends)))
         losses = sim.store.stats.losses

@@ -1,7 +1,7 @@
 """POST /v1/completions: prompts are text or token ids and are used as they are, without a chat template."""
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -15,7 +15,6 @@ from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob, sum_usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
 from kvstore.engine.turns import Turn
-from kvstore.errors import ContextLengthError
 from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai.stateless import head_of, output_of, token_text
@@ -28,7 +27,7 @@ from kvstore.service.api.schema import (
     sampling_params,
     usage_object,
 )
-from kvstore.service.http.errors import Route, bad_request
+from kvstore.service.http.errors import Route, bad_request, renaming
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -66,6 +65,8 @@ class CompletionBody(Sampling, kw_only=True):
             raise bad_request("suffix", "suffix is not supported", "unsupported_parameter")
         if self.best_of not in (None, self.n or 1):
             raise bad_request("best_of", "best_of other than n is not supported", "unsupported_parameter")
+        if self.echo and self.logprobs is not None:
+            raise bad_request("logprobs", "logprobs of an echoed prompt are not known; leave out one of them")
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -111,7 +112,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
     def check(self) -> None:
         """Raises ContextLengthError where a prompt is too long for any window, before it waits for anything."""
         engine = self.context.engine.engine
-        with _named():
+        with renaming(messages="prompt"):
             for prompt in self.prompts:
                 if isinstance(prompt, str):
                     check_chars_of(self.context, [prompt])
@@ -128,7 +129,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
             stack.enter_context(self.context.limits.admit(self.exchange.tenant, num_sequences))
             for prompt in self.prompts:
                 answering = self.context.reading(partial(self._completed, prompt), self.exchange, has_gaps)
-                with _named():
+                with renaming(messages="prompt"):
                     turns += await stack.enter_async_context(answering)
             self.echoed = [await self._text_of(prompt) for prompt in self.prompts]
             yield turns
@@ -175,22 +176,12 @@ class CompletionsDialect(Dialect[RequestOutput]):
         return Completion(**self.head, choices=choices, usage=usage)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-        """Log probabilities of the answer's tokens; those of an echoed prompt are not known."""
+        """Log probabilities of the answer's tokens."""
         tokenizer = self.context.engine.engine.tokenizer
         tokens = [token_text(tokenizer, each.token_id) for each in logprobs]
         offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
         top = [{token_text(tokenizer, i): logprob for i, logprob in each.top.items()} for each in logprobs]
         return CompletionLogprobs(tokens, [each.logprob for each in logprobs], [*top], offsets)
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Errors of length name the prompt."""
-    try:
-        yield
-    except ContextLengthError as error:
-        error.param = "prompt"
-        raise
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -108,6 +108,7 @@ class ResponseBody(Sampling, kw_only=True):
     reasoning: Reasoning | None = None
     prompt_cache_options: Breakpoint | None = None
     context_management: ContextManagement | None = None
+    include: Annotated[list[str], Meta(max_length=64)] | None = None
 
     REFUSED: ClassVar[dict[str, str]] = {
         "background": "answers come on this connection; leave it out",
@@ -466,6 +467,9 @@ def conversation_of(body: ResponseBody) -> str | None:
 
 
 def check_supported(body: ResponseBody) -> None:
-    """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
-    if body.cache_salt is not None:
-        raise bad_request("cache_salt", "cache_salt is not supported here", "unsupported")
+    """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong, or lack something."""
+    has_logprobs = "message.output_text.logprobs" in (body.include or ())
+    refused = ("cache_salt", body.cache_salt is not None), ("priority", body.priority), ("include", has_logprobs)
+    for name, is_asked in refused:
+        if is_asked:
+            raise bad_request(name, f"{name} is not supported here", "unsupported")

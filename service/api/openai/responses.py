@@ -31,7 +31,7 @@ from kvstore.service.api.schema import accept, edits_in, sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.routes import EmptyBody, read_optional_body, whole_number
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
-from kvstore.service.http.errors import ApiError, Route, bad_request, json_response
+from kvstore.service.http.errors import ApiError, Route, bad_request, json_response, renaming
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
@@ -179,6 +179,8 @@ async def compact(request: web.Request) -> web.Response:
     asking = body.asking()
     wanted, before = await _wanted(context, request, asking)
     history = [*(() if before is None else before.transcript), *wanted.messages[:-1]]
+    if not history:
+        raise bad_request("conversation", f"there is no conversation {wanted.session_id!r} to sum up", "not_found")
     async with _opened(request, asking, wanted, before) as (turn,):
         result = await turn.result()
     return json_response(schema.compacted(response_id(result.session_id, None), history, result))
@@ -228,16 +230,26 @@ def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
 
 
 def _before(engine: Engine, key: SessionKey, number: int | None) -> Before | None:
-    """number: of the turn that is continued; None: the last one. None if it is not there."""
+    """number: of the turn that is continued; None: the last one. None if it is not there, or has no answer."""
+    turn = None if number is None else engine.sessions.turn(key, number)
     state = engine.sessions.load(key, number)
-    if state is None:
+    if state is None or (turn is not None and not turns.has_answer(turn)):
         return None
     system = "".join(message["content"] for message in state.head.system)
     transcript = [message for message in state.messages if message["role"] != "system"]
     return Before(Parent(key.session_id, number or state.head.num_turns), system, transcript)
 
 
-def _opened(
+@asynccontextmanager
+async def _opened(
+    request: web.Request, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
+) -> AsyncIterator[Turns]:
+    with renaming(messages="input", tool_call_id="call_id", session_id="conversation", system="instructions"):
+        async with _opening(request, body, wanted, before) as opened:
+            yield opened
+
+
+def _opening(
     request: web.Request, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
 ) -> AbstractAsyncContextManager[Turns]:
     context, exchange = context_of(request), request[EXCHANGE]

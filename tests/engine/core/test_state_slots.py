@@ -72,3 +72,19 @@ def test_any_order_of_events_leaves_every_checkpoint_right():
         slots.forget(list(slots._checkpoints))
         slots.check_integrity([])
         assert len(slots.take_stale()) == len([seen for seen in device.seen if seen])
+
+
+def test_the_last_checkpoint_of_a_running_request_goes_to_no_other():
+    """Else it would leave no state, if it ended then."""
+    slots, chains = StateSlots(5), [[f"{name}{end}".encode() for end in range(9)] for name in "ab"]
+    states = [state for state in (slots.begin(None), slots.begin(None)) if state is not None]
+    for end in range(1, 10):
+        for state in states:
+            slots.keep(state, end * SIZE)
+        slots.take_plan({})
+        for state, chain_ in zip(states, chains, strict=True):
+            slots.computed(state, end * SIZE, chain_, SIZE, False)
+            assert slots.has(chain_[end - 1])
+    assert slots.begin(None) is not None and slots.begin(None) is None
+    slots.end(states.pop())
+    assert slots.begin(None) is not None and slots.has(chains[0][-1])

@@ -212,7 +212,7 @@ BAD = {
         ({"input": [{"content": "a"}]}, "input[0].role", "missing"),
         ({"input": [{"role": "user", "content": PICTURE}]}, "input[0].content[0]", "unsupported_content"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "unsupported_role"),
-        ({"input": [{"role": "assistant", "content": "a"}]}, "messages", "invalid_value"),
+        ({"input": [{"role": "assistant", "content": "a"}]}, "input", "invalid_value"),
         ({"input": "a", "n": 2}, "n", "invalid_value"),
         ({"input": "a", "truncation": "never"}, "truncation", "invalid_value"),
         ({"input": "a", "metadata": {"k": 5}}, None, "invalid_value"),
@@ -221,10 +221,12 @@ BAD = {
         ({"input": "a", "conversation": "c", "previous_response_id": "resp_c_1"}, "conversation", "invalid_value"),
         ({"input": "a", "background": True}, "background", "unsupported_parameter"),
         ({"input": "a", "prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
+        ({"input": "a", "priority": -5}, "priority", "unsupported"),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "unsupported"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
-        ({"input": "word " * 5000}, "messages", "context_length_exceeded"),
-        ({"input": "word " * 5000, "store": False}, "messages", "context_length_exceeded"),
+        ({"input": "word " * 5000}, "input", "context_length_exceeded"),
+        ({"input": "word " * 5000, "store": False}, "input", "context_length_exceeded"),
     ],
 }  # fmt: skip
 
