@@ -227,11 +227,13 @@ class LocalCore:
         if self._ranks is not None:
             self._ranks.open_arena()
         holdings, losses = self.connector.holdings, self.connector.hbm_losses
-        on_gone = [] if holdings is None else [partial(holdings.gone, Place.HBM)]
+        on_gone = list[Callable[[BlockId], None]]()
+        on_gone += [] if holdings is None else [partial(holdings.gone, Place.HBM)]
         on_gone += [] if losses is None else [partial(losses.note, "evicted", "hbm")]
+        states = StateSlots(limits.num_state_slots) if limits.num_state_slots else None
+        on_gone += [] if states is None else [lambda block_id: states.forget((block_id,))]
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
         capturer = CudaCapturer(loaded.device) if has_graphs else None
-        states = StateSlots(limits.num_state_slots) if limits.num_state_slots else None
         windows, window_of = None, None
         if limits.num_window_slots:
             window_blocks = model.layout(limits.block_size).window_blocks

@@ -46,13 +46,14 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.reset()
+        self._stale.clear()
 
     def reset(self) -> None:
         """Forget everything: after an error, or once the pool's blocks are forgotten."""
         self._free = list(range(self.num_slots))
         self._checkpoints: OrderedDict[BlockId, int] = OrderedDict()  # the one that was not used for longest first
         self._running: dict[int, RequestState] = {}  # by slot
-        self._stale: set[int] = set()  # not overwritten since somebody had them
+        self._stale = set(self._free)  # not overwritten since somebody had them
         self._before: list[Copy] = []
         self._after: list[Copy] = []
 
@@ -125,7 +126,8 @@ class StateSlots:
 
     def take_stale(self) -> list[int]:
         """The free slots that somebody had since the last call."""
-        found = sorted(self._stale.intersection(self._free))
+        copied = {slot for copy in self._before for slot in copy}  # by the next step, though who had them has left
+        found = sorted(self._stale.intersection(self._free) - copied)
         self._stale.difference_update(found)
         return found
 

@@ -69,7 +69,10 @@ class Deletion:
         """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""
         if self._remote is not None and self._remote.is_deleting(block_ids):
             return False
-        return self._disk is None or not self._disk.contents.removing.has_some(block_ids)
+        if self._disk is None:
+            return True
+        is_written = not block_ids.isdisjoint(self._disk.submitted.values())  # and is deleted when that has ended
+        return not (is_written or self._disk.contents.removing.has_some(block_ids))
 
     def cannot_forget(self, block_ids: set[BlockId]) -> bool:
         """Whether a tier cannot delete these at the moment. It tries again later."""

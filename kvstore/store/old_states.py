@@ -18,8 +18,8 @@ SLACK_BLOCKS = 2  # a turn may end so much before the next one begins
 
 
 class OldStates:
-    """disk, delete_remote: None without such a tier. waiting: the last block of a new state and, from the last on, the
-    chain's blocks before it down to the first state that it replaces; and these states.
+    """disk, delete_remote: None without such a tier. waiting: the last blocks of new states and, from the last on, the
+    chain's blocks before these down to the first state that they replace; and the states that go.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class OldStates:
             for state in old.values():
                 self.delete(state)
         elif old:
-            new = self._stored.state_records(request, last)[-1].block_id
-            self.waiting.append(([new, *request.chain[min(old) : last][::-1]], list(old.values())))
+            new = [state[-1] for state in self._stored.with_states(request, last).states()]
+            self.waiting.append(([*new, *request.chain[min(old) : last][::-1]], list(old.values())))
 
     def _replaced(self, request: Tracked, borders: set[int]) -> dict[int, list[BlockId]]:
         """All states of a chain, by the number of the block before them, but these, those that are needed where its

@@ -353,7 +353,8 @@ class StepsInFlight:
         record = self._cpu.record(arena_block)
         assert record is not None
         lost = {record.block_id}
-        self._unsaved[record.block_id] = record.parent_id
+        if not record.is_state:  # which nobody computes again
+            self._unsaved[record.block_id] = record.parent_id
         self._stats.losses.note("not_written", "cpu", record.block_id, why="its save failed")
         self._cpu.fail(arena_block)
         self._stats.dropped_saves += 1

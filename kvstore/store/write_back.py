@@ -200,7 +200,7 @@ class WriteBack:
         now_s = self._clock()
         if self._stuck_since_s is None:
             self._stuck_since_s = now_s
-        if now_s - self._stuck_since_s < GIVE_UP_S:
+        if 0 <= now_s - self._stuck_since_s < GIVE_UP_S:  # less than 0: the clock was set back
             return False
         self._stats.dropped_writes += 1
         self._refuse_first(record, "the disk is full of what is in use")

@@ -11,7 +11,7 @@ from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import ReadResult
 from kvstore.tiers.port import ReadDone
 from tests.support.by_hand import by_hand
-from tests.support.engines import ask, cached, counters, greedy, settle, tokens
+from tests.support.engines import ask, cached, counters, greedy, open_engine, settle, tokens
 from tests.support.faults import before_each_load
 from tests.support.waiting import wait_until
 
@@ -227,3 +227,21 @@ def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step
             slow.engine.abort(handle)
         slow.gate.open()
         settle(slow.engine)
+
+
+def test_a_clock_that_is_set_back_lets_writes_wait_no_longer(saved_model, tmp_path):
+    """While the disk is full of what is in use."""
+    now_s, asked = 1e9, list[float]()
+
+    def clock() -> float:
+        asked.append(now_s)
+        return now_s
+
+    with open_engine(saved_model("Llama"), tmp_path / "s") as engine:
+        disk = engine.connector.parts.store.disk
+        disk._clock, disk.make_room = clock, lambda *_: False
+        ask(engine, tokens(2, 40))
+        wait_until(lambda: disk.dirty and asked)
+        now_s -= 3600
+        ask(engine, tokens(3, 5))
+        wait_until(lambda: not disk.dirty)

@@ -1,5 +1,7 @@
 """Sessions that are deleted, or whose time is over: nothing of them is left in any tier, whatever runs or fails."""
 
+import threading
+
 import pytest
 
 from kvstore import Engine, SamplingParams
@@ -24,8 +26,8 @@ from tests.support.conversations import (
     talk,
 )
 from tests.support.engines import cached, chain_of, check_closed, greedy, open_engine, settle, tokens
-from tests.support.faults import constants, stuck_disk
-from tests.support.waiting import wait_until
+from tests.support.faults import before_each_call, constants, stuck_disk
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
 
@@ -308,3 +310,42 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
         store.delete_session(SessionKey("", "offline"))
     with Engine(cache_tiers=tiers) as engine:
         assert engine.answers.find_ids(list(groups.values())) == [None, None, None]
+
+
+def test_a_deletion_is_told_when_a_write_that_was_under_way_is_deleted_too(saved_model, tmp_path):
+    """The same blocks are deleted, computed again, and deleted while the first deletion still runs."""
+    gate, batches = threading.Semaphore(0), list[tuple[int, int]]()
+
+    def wait(puts, deletes=(), touched=None):
+        if is_gated and (puts or deletes):
+            batches.append((len(puts), len(deletes)))
+            assert gate.acquire(timeout=TIMEOUT_S)
+
+    is_gated, prompt, told = False, tokens(1, 50), list[bool]()
+    with (
+        open_engine(saved_model("Llama"), tmp_path / "s") as engine,
+        before_each_call(engine.connector.parts.disk, "write", wait),
+    ):
+        parts, chain = engine.connector.parts, chain_of(engine, prompt)
+        engine.generate([prompt], greedy(1))
+        settle(engine)
+        is_gated, threads = True, []
+        for num_batches in (1, 2):
+            engine.loop.call(engine.loop.erasure.forget, tuple(chain))
+            threads.append(threading.Thread(target=lambda: told.append(parts.forget(chain)[1])))
+            threads[-1].start()
+            if num_batches == 1:
+                wait_until(lambda: batches == [(0, 3)])
+                engine.generate([prompt], greedy(1))
+                wait_until(lambda: len(parts.store.disk.submitted) == 3)
+        wait_until(lambda: parts.store.stats.forgotten == 6)
+        gate.release()
+        wait_until(lambda: batches == [(0, 3), (3, 0)])
+        wait_until(lambda: not parts.store.disk.contents.removing.has_some({*chain}))
+        with parts.lock:
+            assert not parts.store.deletion.is_forgotten({*chain})
+        is_gated = False
+        gate.release(2)
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert told == [True, True] and not any(parts.disk.contains(one) for one in chain)
