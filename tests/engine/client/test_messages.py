@@ -89,7 +89,7 @@ def test_a_prompt_crosses_with_all_its_parameters():
         presence_penalty=0.5, frequency_penalty=-0.5, seed=11, logit_bias={5: 1.5, 6: -100.0}, stop="never",
         stop_token_ids=[3, 4], ignore_eos=True, logprobs=3,
     )  # fmt: skip
-    prompt = Submit("request-1", [1, 2], params, 9, "t", -1, [b"b" * 32], LINEAGE, [1])
+    prompt = Submit("request-1", [1, 2], params, 9, "t", -1, [b"b" * 32], LINEAGE, [1, 5], [5])
     assert decode_inbound(encode(prompt)) == prompt
 
 
