@@ -152,7 +152,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         index = number * self.params.n + piece.index
         echoed = "" if index in self.offsets else self.echoed[number]
-        text, offset = echoed + piece.text, self.offsets.get(index, len(echoed))
+        text, offset = echoed + piece.text, self.offsets.get(index, 0)
         self.offsets[index] = offset + len(piece.text)
         logprobs = self._logprobs(piece.logprobs, offset) if piece.logprobs else None
         is_last = piece.finish_reason is not None
@@ -167,7 +167,7 @@ class CompletionsDialect(Dialect[RequestOutput]):
         choices: list[CompletionChoice] = []
         for output, before in zip(results, self.echoed, strict=True):
             for choice in output.choices:
-                logprobs = None if choice.logprobs is None else self._logprobs(choice.logprobs, len(before))
+                logprobs = None if choice.logprobs is None else self._logprobs(choice.logprobs, 0)
                 text = before + choice.text
                 choices.append(CompletionChoice(len(choices), text, choice.finish_reason, logprobs, choice.stop_reason))
         return self._completion(choices, usage_object(sum_usage([output.usage for output in results])))
