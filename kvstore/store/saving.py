@@ -355,8 +355,8 @@ class StepsInFlight:
         lost = {record.block_id}
         if not record.is_state:  # which nobody computes again
             self._unsaved[record.block_id] = record.parent_id
-        self._stats.losses.note("not_written", "cpu", record.block_id, why="its save failed")
-        self._cpu.fail(arena_block)
+        gone = filter(None, map(self._cpu.record, self._cpu.fail(arena_block)))
+        self._stats.losses.note("not_written", "cpu", *(one.block_id for one in gone), why="its save failed")
         self._stats.dropped_saves += 1
         for step in self.by_ticket.values():
             for other in step.complete:

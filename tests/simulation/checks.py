@@ -51,7 +51,7 @@ def watch_states(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], B
             left.add(parent)
 
     def added(key: Hashable, parent: Hashable | None, *given: Any) -> None:
-        left.discard(parent)
+        left.difference_update((key, parent))  # it itself is here again: what was left went with a whole disk
         add(key, parent, *given)
 
     def claimed(conversation: Conversation, key: Hashable, *given: Any) -> None:
