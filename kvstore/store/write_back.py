@@ -236,9 +236,13 @@ class WriteBack:
                 continue
             self._stats.written += 1
             self.contents.written(record, stored.num_bytes, self._cpu.conversation(arena_block))
+            own = self._record(arena_block)
+            if record.block_id == own.block_id and self._as_written(own) is not own:
+                self._delete([record.block_id])  # the write of the block before it failed, which is quantised now
+                self.dirty.append(arena_block)
+                continue
             if not self._cpu.is_current(arena_block) and record.block_id not in self._num_submitted:
                 self._delete([record.block_id])  # deleted while it was being written, and no newer copy is
-            own = self._record(arena_block)
             self.before_splice.pop(own.block_id, None)
             self._let_parents_go(own)
             self._cpu.release(arena_block)

@@ -176,6 +176,18 @@ def test_a_save_that_fails_is_a_hole(made):
     made.check_idle()
 
 
+def test_a_state_goes_with_the_block_whose_save_failed_and_it_is_known_why():
+    made = SaveBench(8)
+    made.stats.losses, made.stored.num_state_blocks = Losses(9), 2
+    request = made.computed(1)
+    step = made.plan((request, 0, SIZE))
+    parts = [one.block_id for one in made.stored.state_records(request, 1)]
+    made.steps.plan_states([(0, made.stored.state_records(request, 1))], None)
+    made.end(step, succeeded=False)
+    assert not made.stored.has_state(request.chain[0])
+    assert [made.stats.losses.get(one).why for one in (*request.chain, *parts)] == ["its save failed"] * 3
+
+
 @pytest.mark.parametrize("succeeded", [True, False])
 def test_a_state_behind_what_was_loaded_in_vain_is_not_kept(made, succeeded):
     """It was saved as its request left, before its step had told that."""
