@@ -41,9 +41,9 @@ class CachedCount:
             self.arrival = list(tiers)
 
     def note_late(self, late_from: int, tiers: Iterable[str]) -> None:
-        """Blocks from this one on were found after the request had arrived."""
-        if self.arrival is not None and len(self.arrival) == late_from:
-            self.arrival += tiers
+        """Blocks from this one on were found below HBM after the request had arrived, and those before it in HBM."""
+        if self.arrival is not None and len(self.arrival) <= late_from:
+            self.arrival += ["hbm"] * (late_from - len(self.arrival)) + list(tiers)
 
     def count(self, num_cached: int, num_hit: int, block_size: int, lineage: Lineage) -> None:
         """Count the tokens before `num_cached`. num_hit: how many of them were found in HBM now.

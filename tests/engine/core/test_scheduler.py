@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.blocks.ids import Lineage
-from kvstore.engine.core.request import Request, Status
+from kvstore.engine.core.request import CachedCount, Request, Status
 from kvstore.engine.core.tenants import TenantQueues
 from kvstore.engine.sampling_params import SamplingParams
 from tests.support.house import ROOT, FakeStore, House, expected_answer, steps_of
@@ -182,6 +182,14 @@ def test_a_prompt_of_whole_blocks_is_shared_without_a_copy():
     house.run()
     assert house.copies == []
     house.check_answer("a", list(range(8)), 5, n=4)
+
+
+def test_a_block_that_comes_to_hbm_and_one_that_is_stored_while_a_request_waits_count_where_they_are():
+    cached = CachedCount()
+    cached.note_arrival([])
+    cached.note_late(1, ["disk", "disk"])
+    cached.count(12, 4, 4, Lineage(b"root"))
+    assert (cached.details.hbm, cached.details.cpu, cached.details.disk) == (4, 0, 8)
 
 
 def test_every_choice_reports_the_tokens_that_its_prompt_hit():
