@@ -269,8 +269,10 @@ class SamplingParams:
         if self.logprobs is not None:
             _number("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
         object.__setattr__(self, "stop", self._checked_stop())
-        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
-        object.__setattr__(self, "kv_exact", bool(self.kv_exact))
+        for name in ("ignore_eos", "kv_exact", "detokenize", "use_beam_search"):
+            if (value := getattr(self, name)) not in (True, False):
+                raise RequestError(f"{name} is {value!r}; give True or False", param=name)
+            object.__setattr__(self, name, bool(value))
         object.__setattr__(self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings are looked for in the text; detokenize must be True", param="stop")
