@@ -26,7 +26,7 @@ from kvstore.engine.model.devices import warm_up
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
 from kvstore.engine.model.states import Chunk, StatePool, StepStates
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
-from kvstore.engine.model.step.sampler import Drawn, SampledTokens, Sampler
+from kvstore.engine.model.step.sampler import Drawing, SampledTokens, Sampler
 from kvstore.engine.model.step.tensors import fill_in, step_tensors
 from kvstore.engine.model.windows import WindowStates
 from kvstore.engine.outputs import TokenLogprob
@@ -51,7 +51,7 @@ class Launched:
     rows: np.ndarray | None = None  # their rows in the batch; valid until the next launch
     positions: np.ndarray | None = None  # of their tokens
     held: tuple[np.ndarray, torch.Tensor] | None = None  # rows and logits that are drawn later
-    drawn: Drawn | None = None
+    drawing: Drawing | None = None  # None also once the next step has taken its tokens
     on_host: torch.Tensor | None = None  # has the tokens once `end` is reached
     is_open: bool = False  # whether its logits still have to come back from a pipeline's last stage
 
@@ -335,15 +335,16 @@ class ModelRunner:
             self._end(launched)
         self._draw_held(launched)
         started = time.perf_counter()
-        drawn, rows = launched.drawn, launched.rows
+        rows = launched.rows
         if launched.end is None:
             self.clock.note(launched)
-        if drawn is None or rows is None or launched.on_host is None or launched.positions is None:
+        if rows is None or launched.on_host is None or launched.positions is None:
             return StepResult([()] * len(launched.scheduled), {}, prefilled=self.clock.take_prefilled())
         if launched.end is not None:
             self.clock.wait(launched)
             self._flight.others.check()
-        sampled = drawn.read(launched.on_host.numpy())
+        tokens, drawing = launched.on_host.numpy(), launched.drawing
+        sampled = SampledTokens(tokens, None) if drawing is None else drawing.read(tokens)
         first = np.cumsum([0, *launched.num_samples[:-1]])
         firsts = sampled.token_ids[first]
         ids = launched.sampling_ids
@@ -383,11 +384,11 @@ class ModelRunner:
         last, self._unread = self._unread, None
         if last is not None:
             self._draw_held(last)
-        if last is None or last.drawn is None or last.rows is None:
+        if last is None or last.drawing is None or last.rows is None:
             if last is not None and last.end is not None:
                 self.clock.wait(last)
             return None
-        tokens, last.drawn.drawing = last.drawn.tokens, None
+        tokens, last.drawing = last.drawing.tokens, None
         self.sampler.append(last.rows, tokens)
         self.batch.append(last.rows, -1 - np.arange(len(last.rows)))
         return tokens
@@ -475,8 +476,8 @@ class ModelRunner:
             offsets = np.concatenate([np.arange(count) for count in counts])
             rows = rows[source]
             logits = logits[to_device(torch.from_numpy(source), logits.device)]
-        launched.drawn = self.sampler.draw(logits, rows, offsets)
-        launched.on_host = start_to_host(launched.drawn.tokens)
+        launched.drawing = self.sampler.draw(logits, rows, offsets)
+        launched.on_host = start_to_host(launched.drawing.tokens)
 
 
 def _set_sampling(sampler: Sampler, row: int, new: NewRow, tokens: np.ndarray) -> None:

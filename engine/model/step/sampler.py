@@ -152,22 +152,11 @@ class SampledTokens:
     logprobs: list[TokenLogprob | None] | None  # one per row, None for a row that wants none; None if no row wants any
 
 
-@dataclass(slots=True)
-class Drawn:
-    """Tokens that may still have to be looked at again."""
-
-    tokens: Tensor  # [R] int64, on the device of the logits; UNSURE or BROKEN for rows to look at again
-    drawing: Drawing | None  # looks at them again; None if the logits were given up
-
-    def read(self, token_ids: np.ndarray) -> SampledTokens:
-        """token_ids: `tokens`, copied to the host. Rows that are looked at again are changed in place."""
-        return SampledTokens(token_ids, None) if self.drawing is None else self.drawing.read(token_ids)
-
-
 class Drawing:
     """raw [R, V]: the model's logits; edited: with bias, penalties and forbidden tokens; state [R]: of the rows.
 
-    A row's token does not depend on other rows.
+    tokens [R] int64: on the device of the logits; UNSURE or BROKEN for rows to look at again. A row's token does not
+    depend on other rows.
     """
 
     def __init__(self, raw: Tensor, edited: Tensor, state: np.ndarray) -> None:
@@ -176,21 +165,17 @@ class Drawing:
         self._random = np.flatnonzero(state["temperature"] > 0)
         self._scaled: Tensor | None = None  # this and `_cuts` belong to the rows `_random` [S]
         self._cuts: Sequence[Tensor] = ()  # numbers, top-p and top-k, [S] float64
+        self.tokens = self._draw()
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values.copy()), self._raw.device)
 
-    @property
-    def is_greedy(self) -> bool:
-        return len(self._random) == 0
-
-    def best(self) -> Tensor:  # [R]
-        """The tokens of rows that are all greedy."""
-        return argmax(self._edited)
-
-    def draw(self, numbers: np.ndarray) -> Tensor:  # [R]
-        """Greedy and random tokens, each kind as one sub-batch; numbers [R] in [0, 1)."""
+    def _draw(self) -> Tensor:  # [R]
+        """Greedy and random tokens, each kind as one sub-batch."""
         logits, random, state = self._edited, self._random, self._state
+        if not len(random):
+            return argmax(logits)
+        numbers = uniforms(state["seed"], state["num_output_tokens"].astype(np.uint64))
         if len(random) == len(logits):
             return self._draw_random(logits.float(), state, numbers)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -200,7 +185,7 @@ class Drawing:
         return tokens
 
     def read(self, token_ids: np.ndarray) -> SampledTokens:
-        """See `Drawn.read`."""
+        """token_ids: `tokens`, copied to the host. Rows that are looked at again are changed in place."""
         if (token_ids < 0).any():
             self._look_again(token_ids)
         return SampledTokens(token_ids, self._logprobs(token_ids))
@@ -384,19 +369,17 @@ class Sampler:
         A row may occur several times with different choice_offsets [R], which are added to its seed. Logits without a
         usable number give a token, too: the argmax after nan_to_num.
         """
-        drawn = self.draw(logits, rows, choice_offsets)
-        return drawn.read(drawn.tokens.cpu().numpy())
+        drawing = self.draw(logits, rows, choice_offsets)
+        return drawing.read(drawing.tokens.cpu().numpy())
 
-    def draw(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawn:
+    def draw(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawing:
         """Like `sample`, but does not wait on CUDA: some tokens may have to be looked at again."""
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows), self._vocab_size)
         state = self._state[rows]
+        if choice_offsets is not None:
+            state["seed"] += choice_offsets.astype(np.uint64)
         raw = logits.detach()
-        drawing = Drawing(raw, self._edit(raw, rows, state), state)
-        if drawing.is_greedy:
-            return Drawn(drawing.best(), drawing)
-        seeds = state["seed"] if choice_offsets is None else state["seed"] + choice_offsets.astype(np.uint64)
-        return Drawn(drawing.draw(uniforms(seeds, state["num_output_tokens"].astype(np.uint64))), drawing)
+        return Drawing(raw, self._edit(raw, rows, state), state)
 
     def _known(self, token_ids: np.ndarray) -> np.ndarray:
         return token_ids[token_ids < self._vocab_size]
