@@ -34,7 +34,6 @@ from typing import Any
 import msgspec
 
 import kvstore.errors as errors
-from kvstore.engine.core.step_loop import Watch
 from kvstore.errors import EngineDiedError, KVStoreError, RequestError
 
 PROGRAM = "kvstore.engine.program"
@@ -431,7 +430,7 @@ def spawned(
 
 
 # -- its own end -------------------------------------------------------------------------------------------------------
-class Heart(Watch):
+class Heart:
     """Beats in a thread of its own, unless one round of its loop takes longer than limit_s. Then it shows where the
     threads are, and calls `stuck` with what has happened.
 

@@ -196,7 +196,7 @@ class LocalCore:
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
-            self.loop.watch = heart
+            self.loop.on_round, self.loop.on_rest = heart.begin, heart.rest
             self._opened = opened.pop_all()
 
     def _build(

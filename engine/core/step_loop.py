@@ -219,16 +219,6 @@ class Inbox:
             self._changed.notify()
 
 
-class Watch:
-    """Watches whether the loop hangs. This class does nothing."""
-
-    def begin(self) -> None:
-        """A round begins."""
-
-    def rest(self) -> None:
-        """The loop waits now, which may take any time."""
-
-
 class StepLoop:
     """Owns what a step needs; its thread keeps nothing else alive. Without `start`, rounds can be run by hand."""
 
@@ -241,7 +231,8 @@ class StepLoop:
         self.pool = scheduler.manager.pool
         self.erasure = Erasure(scheduler.manager, runner.overwrite)
         self.inbox = Inbox()
-        self.watch = Watch()
+        self.on_round: Callable[[], None] = lambda: None  # called in its thread when a round begins
+        self.on_rest: Callable[[], None] = lambda: None  # the same when it waits, which may take any time
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self.steps = Steps(scheduler, runner, runs_ahead)
 
@@ -276,7 +267,7 @@ class StepLoop:
             while not self.inbox.closed:
                 self.round()
                 if not self.scheduler.has_work:
-                    self.watch.rest()
+                    self.on_rest()
                     if not self.inbox.wait(REST_AFTER_S):
                         self.runner.rest()
                         self.inbox.wait()
@@ -286,11 +277,11 @@ class StepLoop:
             self.inbox.answer()
             self._end_all(error)
             self.deliver()
-            self.watch.rest()
+            self.on_rest()
 
     def round(self) -> None:
         """Serve the inbox, and run one step if there is work."""
-        self.watch.begin()
+        self.on_round()
         self.inbox.answer()
         self.deliver()
         is_stalled = False
