@@ -9,9 +9,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,21 +158,18 @@ def check_room(config: EngineConfig, network: Any) -> None:
         config.tiers.check_room(text["num_hidden_layers"] * layer_bytes)
 
 
-@contextmanager
-def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
+def open_ranks(config: EngineConfig, silence_s: float) -> AbstractContextManager[Ranks]:
     """Start the other ranks. Raises ConfigError, also if there are too few devices, and
     EngineDiedError if one does not come. On one machine all ranks get the same number of threads.
     """
     own_device(config)  # there must be one, before anything is started
     size, device = config.num_ranks, config.device if config.distributed_executor == "here" else "cpu"
     arguments = [{**config.arguments(), "device": device}] * (size - 1)
+    num_partners = config.tensor_parallel_size - 1
     if config.distributed_executor == "ray":
-        launching = others_on_ray(arguments, silence_s, torch.get_num_threads())
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // size))
-        launching = started_here(arguments, silence_s, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
-    with launching as launch:
-        yield Ranks(launch, config.tensor_parallel_size - 1)
+        return others_on_ray(arguments, silence_s, num_partners, torch.get_num_threads())
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    return started_here(arguments, silence_s, num_partners, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
 
 
 class LocalCore:

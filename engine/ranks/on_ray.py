@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from kvstore.engine.child import be_child
-from kvstore.engine.process import Channel, spin_briefly
-from kvstore.engine.ranks.ranks import Door, Launch, awaited, entered
+from kvstore.engine.process import SLOW_FACTOR, Channel, spin_briefly
+from kvstore.engine.ranks.ranks import Door, Ranks, children, entered
 from kvstore.errors import ConfigError, EngineDiedError
 
 ANSWER_S = 60.0  # for Ray to answer, and to reserve the places: those of an engine that has just ended become free
@@ -40,11 +40,14 @@ def _follow(*started: Any) -> int:
 
 
 @contextmanager
-def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_threads: int) -> Iterator[Launch]:
+def others_on_ray(
+    arguments: Sequence[Mapping[str, Any]], silence_s: float, num_partners: int, num_threads: int
+) -> Iterator[Ranks]:
     """For the first rank, on a machine of the cluster. They end with this context, as do their places.
 
-    num_threads: with how many each rank computes. Raises ConfigError without a cluster, or if it has too little room,
-    and EngineDiedError if a rank does not come.
+    num_partners: see `Ranks`. num_threads: with how many each rank computes. Raises ConfigError without a cluster, or
+    if it has too little room, and EngineDiedError if a rank does not come within ten times the silence that is allowed
+    to one that runs.
     """
     from kvstore.engine.model.parallel.group import tcp_store  # loads torch
 
@@ -57,14 +60,6 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
         actors: list[Any] = []  # Ray ends one that nobody holds
         ends: dict[Any, int] = {}  # rank of each result, which comes only if the rank fails
 
-        def start(door: Door) -> None:
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-            for rank in range(1, size):
-                place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-                actors.append(ray.remote(num_cpus=num_threads, scheduling_strategy=place)(RankActor).remote())
-                ends[actors[-1].run.remote(rank, door.host, door.port, key)] = rank
-
         def check() -> None:
             for end in ray.wait(list(ends), timeout=0)[0]:
                 try:
@@ -72,8 +67,17 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
                 except ray.exceptions.RayError as error:
                     raise EngineDiedError(f"rank {ends[end]} of {size} does not start: {_line(error)}") from error
 
+        with Door(host, key) as door:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            for rank in range(1, size):
+                place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+                actors.append(ray.remote(num_cpus=num_threads, scheduling_strategy=place)(RankActor).remote())
+                ends[actors[-1].run.remote(rank, host, door.port, key)] = rank
+            found = door.others(size, SLOW_FACTOR * silence_s, check)
         rendezvous = f"tcp://{host}:{store.port}/ranks"
-        yield opened.enter_context(awaited(Door(host, key), arguments, silence_s, rendezvous, start, check))
+        others = opened.enter_context(children(arguments, silence_s, rendezvous, ends=found))
+        yield Ranks(others, num_partners, rendezvous, host=host)
 
 
 @contextmanager

@@ -12,17 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from kvstore.blocks.records import TransferPlan, Transferred
 from kvstore.engine.core.input_batch import Copies, StepInputs
-from kvstore.engine.process import SHOW_S, SLOW_FACTOR, Child, Failed, Start, encode
+from kvstore.engine.process import SHOW_S, Child, Failed, Start, encode
 from kvstore.engine.ranks.wire import (
     EndForward,
     FromRank,
@@ -52,26 +52,12 @@ LOOK_MS = 50  # how often to check whether a rank has ended
 BLAME_S = 2.0  # how long to wait after an error here for news of the rank that may have caused it
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The other ranks, in the order of their numbers, and where all meet.
-
-    arena: descriptor of the memory that all of them map; None: they have no share of it. host: address of this machine
-    for the others; None: all are on one.
-    """
-
-    others: Sequence[Child]
-    rendezvous: str
-    arena: int | None = None
-    host: str | None = None
-
-
 @contextmanager
 def started_here(
-    arguments: Sequence[Mapping[str, Any]], silence_s: float, settings: Mapping[str, str]
-) -> Iterator[Launch]:
-    """Start processes, which end with this context. arguments: those of `Engine` for each other rank. settings:
-    environment variables for them. Raises ConfigError where processes cannot share memory.
+    arguments: Sequence[Mapping[str, Any]], silence_s: float, num_partners: int, settings: Mapping[str, str]
+) -> Iterator[Ranks]:
+    """Start processes, which end with this context. arguments: those of `Engine` for each other rank. num_partners: see
+    `Ranks`. settings: environment variables for them. Raises ConfigError where processes cannot share memory.
     """
     if not hasattr(os, "memfd_create"):
         raise ConfigError("a model in several processes needs Linux, where they can share memory")
@@ -80,35 +66,24 @@ def started_here(
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         arena = os.memfd_create("kvstore-arena")
         opened.callback(os.close, arena)
-        others, rendezvous = list[Child](), str(Path(folder) / "rendezvous")
-        for rank, each in enumerate(arguments, 1):
-            start = Start(silence_s, dict(each), None, rank, len(arguments) + 1, arena, rendezvous)
-            others.append(Child(start, settings))
-            opened.callback(others[-1].end, encode(Leave()), END_S)
-        yield Launch(others, rendezvous, arena)
+        rendezvous = str(Path(folder) / "rendezvous")
+        others = opened.enter_context(children(arguments, silence_s, rendezvous, arena, settings))
+        yield Ranks(others, num_partners, rendezvous, arena)
 
 
 @contextmanager
-def awaited(
-    door: Door, arguments: Sequence[Mapping[str, Any]], silence_s: float, rendezvous: str,
-    invite: Callable[[Door], object], check: Callable[[], object] = lambda: None,
-) -> Iterator[Launch]:  # fmt: skip
-    """Wait for ranks that others start. They end with this context. invite: tells them where the door is. check: called
-    while one is missing; may raise.
-
-    Raises EngineDiedError if one does not come in time: ten times the silence that is allowed to a rank that runs.
-    """
-    size = len(arguments) + 1
+def children(
+    arguments: Sequence[Mapping[str, Any]], silence_s: float, rendezvous: str, arena: int | None = None,
+    settings: Mapping[str, str] | None = None, ends: Mapping[int, socket.socket] = MappingProxyType({}),
+) -> Iterator[list[Child]]:  # fmt: skip
+    """Other ranks, which end with this context. ends: connections by rank, to those that others have started."""
     with ExitStack() as opened:
-        with door:
-            invite(door)
-            found = door.others(size, SLOW_FACTOR * silence_s, check)
         others = list[Child]()
         for rank, each in enumerate(arguments, 1):
-            start = Start(silence_s, dict(each), None, rank, size, None, rendezvous)
-            others.append(Child(start, end=found[rank]))
+            start = Start(silence_s, dict(each), None, rank, len(arguments) + 1, arena, rendezvous)
+            others.append(Child(start, settings, ends.get(rank)))
             opened.callback(others[-1].end, encode(Leave()), END_S)
-        yield Launch(others, rendezvous, host=door.host)
+        yield others
 
 
 class Door:
@@ -275,13 +250,18 @@ class OtherRank:
 class Ranks:
     """Implements `Others` for the runner, and `kvstore.memory.ranked.OtherRanks` for the store.
 
-    launch: it owns the other ranks. num_partners: how many of them have the first stage of a pipeline, with this rank.
-    One thread at a time sends steps, and one collects ended transfers.
+    others: in the order of their numbers. num_partners: how many of them have the first stage of a pipeline, with this
+    rank. rendezvous: where all meet. arena: descriptor of the memory that all map; None: the others have no share of
+    it. host: address of this machine for the others; None: all are on one. One thread at a time sends steps, and one
+    collects ended transfers.
     """
 
-    def __init__(self, launch: Launch, num_partners: int = 0) -> None:
-        self.others, self.num_others = [OtherRank(child) for child in launch.others], len(launch.others)
-        self.rendezvous, self.host, self.arena_descriptor = launch.rendezvous, launch.host, launch.arena
+    def __init__(
+        self, others: Sequence[Child], num_partners: int, rendezvous: str, arena: int | None = None,
+        host: str | None = None,
+    ) -> None:  # fmt: skip
+        self.others, self.num_others = [OtherRank(child) for child in others], len(others)
+        self.rendezvous, self.host, self.arena_descriptor = rendezvous, host, arena
         self._num_partners = num_partners
         self._plan: tuple[TransferPlan, Moves] | None = None  # loads and saves of the step that is being prepared
         self._blocks: Blocks | None = None

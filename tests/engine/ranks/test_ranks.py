@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from kvstore import CacheTiers, Engine
-from kvstore.engine.ranks.ranks import Ranks, started_here
+from kvstore.engine.ranks.ranks import started_here
 from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
 from tests.support.engines import (
     counters,
@@ -107,8 +107,8 @@ def test_what_cannot_be_divided_is_refused_and_leaves_nothing(model, saved_model
 
 def test_what_keeps_another_rank_from_starting_is_told_with_its_number(tmp_path):
     arguments = [{"model": str(tmp_path / "none"), "cache_tiers": {}}]
-    with started_here(arguments, 600.0, {}) as launch, pytest.raises(ModelError, match=r"rank 1 of 2: .*none"):
-        Ranks(launch).wait_loaded()
+    with started_here(arguments, 600.0, 0, {}) as ranks, pytest.raises(ModelError, match=r"rank 1 of 2: .*none"):
+        ranks.wait_loaded()
 
 
 @pytest.mark.parametrize(("how", "told"), [("killed", r"ended \(signal 9\)"), ("raises", "no way to the others")])
