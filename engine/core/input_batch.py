@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.engine.core.scheduler import NewRow, Scheduled
+from kvstore.engine.core.request import Request
+from kvstore.engine.core.scheduler import Scheduled
 
 Copies = Sequence[tuple[int, int]]  # of whole HBM blocks or window slots: source, destination
 
@@ -69,16 +70,16 @@ class InputBatch:
     def has(self, request_id: str) -> bool:
         return request_id in self._row_of
 
-    def join(self, new: NewRow) -> int:
+    def join(self, request: Request) -> int:
         """Add a request as the last row; returns its row."""
         row = self.num_rows
         self.num_rows += 1
-        self._row_of[new.request.request_id] = row
-        self._id_of.append(new.request.request_id)
-        count = len(new.token_ids)
-        self.token_ids[row, :count] = new.token_ids
+        self._row_of[request.request_id] = row
+        self._id_of.append(request.request_id)
+        count = len(request.token_ids)
+        self.token_ids[row, :count] = request.token_ids
         self.num_tokens[row] = count
-        self.block_table[row, : len(new.block_numbers)] = new.block_numbers
+        self.block_table[row, : len(request.block_numbers)] = request.block_numbers
         return row
 
     def remove(self, request_id: str) -> tuple[int, int]:

@@ -216,15 +216,6 @@ class Roster:
 
 
 @dataclass(frozen=True, slots=True)
-class NewRow:
-    """A request joins the batch, for the first time or after a preemption."""
-
-    request: Request
-    token_ids: Sequence[int]
-    block_numbers: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Scheduled:
     """What one request computes in this step."""
 
@@ -239,7 +230,7 @@ class Scheduled:
 class SchedulerOutput:
     """One step."""
 
-    new_rows: tuple[NewRow, ...]
+    joined: tuple[Request, ...]  # that join the batch, for the first time or after a preemption
     scheduled: tuple[Scheduled, ...]
     left: tuple[str, ...]  # ids of requests that leave the batch before the step: finished, aborted or preempted
     plan: TransferPlan | None
@@ -299,17 +290,17 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Fill the token budget: running requests in order, then waiting ones while there is room."""
         scheduled: list[Scheduled] = []
-        new_rows: list[NewRow] = []
+        joined: list[Request] = []
         self._make_way()
         limits = self.config
         budget = self._tenants.budget(limits.max_num_batched_tokens, limits.max_num_seqs - self.num_running)
         if not self._schedule_running(budget, scheduled):
-            self._schedule_waiting(budget, scheduled, new_rows)
+            self._schedule_waiting(budget, scheduled, joined)
         spans = [self.roster.requests[s.request_id].span(s.num_computed_tokens, s.num_tokens) for s in scheduled]
         plan = self.connector.build_connector_meta(spans)
         left = tuple(self.roster.left)
         self.roster.left.clear()
-        return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan, self._states(scheduled))
+        return SchedulerOutput(tuple(joined), tuple(scheduled), left, plan, self._states(scheduled))
 
     def _states(self, scheduled: Sequence[Scheduled]) -> StatePlan | None:
         if self.manager.states is None:
@@ -379,7 +370,7 @@ class Scheduler:
                 return None
         return allocation
 
-    def _schedule_waiting(self, budget: Budget, scheduled: list[Scheduled], new_rows: list[NewRow]) -> None:
+    def _schedule_waiting(self, budget: Budget, scheduled: list[Scheduled], joined: list[Request]) -> None:
         skipped: dict[TenantQueue, int] = {}  # how many of a tenant's first requests wait for their own blocks
         while (tenant := self._next_tenant(budget, skipped)) is not None:
             request = tenant.waiting[skipped.get(tenant, 0)]
@@ -398,7 +389,7 @@ class Scheduler:
             if request.scheduled_s is None:
                 request.scheduled_s = self._clock()
             self._tenants.run(request)
-            new_rows.append(NewRow(request, tuple(request.token_ids), tuple(request.block_numbers)))
+            joined.append(request)
             scheduled.append(self._scheduled(request, admitted.num_tokens, admitted.allocation))
             budget.spend(request, admitted.num_tokens)
 

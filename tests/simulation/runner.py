@@ -95,9 +95,9 @@ class Runner:
         sim, size = self.sim, self.sim.config.block_size
         for request_id in output.left:
             del self.rows[request_id]
-        for row in output.new_rows:
-            assert row.request.request_id not in self.rows and list(row.token_ids) == row.request.token_ids
-            self.rows[row.request.request_id] = list(row.block_numbers)
+        for request in output.joined:
+            assert request.request_id not in self.rows
+            self.rows[request.request_id] = list(request.block_numbers)
         self._apply_allocations(output)
         states, plan = sim.transfers.states, output.states
         for source, row in plan.before if plan is not None else ():

@@ -135,13 +135,13 @@ class House:
         output = self.scheduler.schedule()
         if self.has_one_tenant:
             preempted = self.scheduler.roster.num_preemptions - preemptions
-            assert not (output.new_rows and preempted), "admitted beside a preemption"
+            assert not (output.joined and preempted), "admitted beside a preemption"
         self.outputs.append(output)
         self._check_limits(output, before)
         for request_id in output.left:
             self.batch.remove(request_id)
-        for row in output.new_rows:
-            self.batch.join(row)
+        for request in output.joined:
+            self.batch.join(request)
         copies = self.batch.apply_allocations(output.scheduled)
         self.copies += copies
         sampled = self._execute(output, copies) if output.scheduled else []
@@ -153,7 +153,7 @@ class House:
     def _check_limits(self, output: SchedulerOutput, before: list[str]) -> None:
         running = [request.request_id for request in self.scheduler.roster.tenants.running()]
         scheduled = [s.request_id for s in output.scheduled]
-        new = [row.request.request_id for row in output.new_rows]
+        new = [request.request_id for request in output.joined]
         assert output.num_tokens <= self.config.max_num_batched_tokens
         assert len(running) <= self.config.max_num_seqs
         assert all(s.num_tokens > 0 for s in output.scheduled)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import Copies, InputBatch, StepInputs
-from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
+from kvstore.engine.core.scheduler import Scheduled, SchedulerOutput
 from kvstore.engine.core.step_loop import StepResult, StepTimes
 from kvstore.engine.model.devices import warm_up
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
@@ -423,9 +423,11 @@ class ModelRunner:
             if hole != last:
                 self.sampler.move_row(last, hole)
             self.sampler.clear_row(last)
-        rows = [self.batch.join(new) for new in output.new_rows]  # all of them, before the sampler can fail
-        for row, new in zip(rows, output.new_rows, strict=True):
-            _set_sampling(self.sampler, row, new, self.batch.token_ids[row, : len(new.token_ids)])
+        rows = [self.batch.join(request) for request in output.joined]  # all of them, before the sampler can fail
+        for row, request in zip(rows, output.joined, strict=True):
+            tokens = self.batch.token_ids[row, : len(request.token_ids)]
+            prompt, answer = np.split(tokens, [request.num_prompt_tokens])
+            self.sampler.set_row(row, request.params, request.seed, request.stop_ids, prompt, answer, request.matcher)
 
     def overwrite(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Overwrite these blocks, and these slots of states or windows, with zeros. Does nothing after `close`."""
@@ -478,12 +480,6 @@ class ModelRunner:
             logits = logits[to_device(torch.from_numpy(source), logits.device)]
         launched.drawing = self.sampler.draw(logits, rows, offsets)
         launched.on_host = start_to_host(launched.drawing.tokens)
-
-
-def _set_sampling(sampler: Sampler, row: int, new: NewRow, tokens: np.ndarray) -> None:
-    request = new.request
-    prompt, answer = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
-    sampler.set_row(row, request.params, request.seed, request.stop_ids, prompt, answer, request.matcher)
 
 
 def _by_request(

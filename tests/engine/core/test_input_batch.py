@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 
 from kvstore.engine.core.input_batch import InputBatch, StepInputs, slot_mapping
 from kvstore.engine.core.kv_cache_manager import Allocation
-from kvstore.engine.core.scheduler import NewRow, Scheduled
+from kvstore.engine.core.scheduler import Scheduled
 
 NOTHING_NEW = Allocation(0, ())
-
-
-def row(name: str, token_ids: list[int], blocks: list[int]) -> NewRow:
-    return NewRow(SimpleNamespace(request_id=name), tuple(token_ids), tuple(blocks))
 
 
 def step(name: str, start: int, count: int, samples: int = 1, allocation: Allocation = NOTHING_NEW) -> Scheduled:
@@ -68,7 +64,8 @@ def test_built_arrays_equal_a_naive_build(seed, block_size):
             tokens[name] = [rng.randrange(500) for _ in range(rng.randrange(1, window))]
             tables[name] = [rng.randrange(1000) for _ in range(-(-len(tokens[name]) // block_size))]
             rows.append(name)
-            assert batch.join(row(name, tokens[name], tables[name])) == len(rows) - 1
+            request = SimpleNamespace(request_id=name, token_ids=tokens[name], block_numbers=tables[name])
+            assert batch.join(request) == len(rows) - 1
         chosen = rng.sample(rows, rng.randrange(len(rows) + 1))
         if not chosen:
             continue

@@ -47,7 +47,7 @@ def admission_order(policy: str) -> list[str]:
     for i, priority in enumerate([2, 0, 1, 0]):
         house.add(f"r{i}", [i] * 3, 2, priority=priority)
     house.run()
-    return [row.request.request_id for output in house.outputs for row in output.new_rows]
+    return [request.request_id for output in house.outputs for request in output.joined]
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "0123"), ("priority", "1320")])
@@ -63,7 +63,7 @@ def test_a_request_that_does_not_fit_is_not_overtaken():
     house.add("small", [5, 6], 2)
     assert list(steps_of(house.step())) == ["runs"]
     house.run()
-    assert [row.request.request_id for output in house.outputs for row in output.new_rows] == ["runs", "big", "small"]
+    assert [request.request_id for output in house.outputs for request in output.joined] == ["runs", "big", "small"]
 
 
 # -- preemption ------------------------------------------------------------------------------------------------------
@@ -80,9 +80,9 @@ def test_the_latest_is_preempted_and_hits_its_own_blocks_when_it_resumes():
     # All of its full blocks stay findable but the one that was given away.
     assert [house.pool.lookup(i) is not None for i in victim.chain[:3]] == [True, True, True]
     house.run()
-    joins = [row.request.request_id for output in house.outputs for row in output.new_rows]
+    joins = [request.request_id for output in house.outputs for request in output.joined]
     assert joins == ["first", "second", "second"]
-    resumed = next(s for o in house.outputs if o.new_rows[:1] and o is not house.outputs[0] for s in o.scheduled[-1:])
+    resumed = next(s for o in house.outputs if o.joined[:1] and o is not house.outputs[0] for s in o.scheduled[-1:])
     assert resumed.request_id == "second"
     assert resumed.num_computed_tokens > 0, "a resumed request hits what it had computed"
     for name, num_output in (("first", 14), ("second", 6)):
@@ -354,7 +354,7 @@ def test_the_order_inside_a_tenant_stays_that_of_its_arrivals_or_priorities():
             house.add(f"b{i}", [10 + i] * 3, 2, priority=priority, tenant="b")
         house.add("a2", [2] * 3, 2, priority=-100, tenant="a")
         house.run()
-        joins = [row.request.request_id for output in house.outputs for row in output.new_rows]
+        joins = [request.request_id for output in house.outputs for request in output.joined]
         assert [name for name in joins if name[0] == "b"] == expected
         assert joins[-1] == "a2" or policy == "fcfs", "a priority is no means against other tenants"
 
