@@ -54,11 +54,6 @@ class KVCacheManager:
         self._holdings = holdings
 
     @property
-    def keeps_checkpoints(self) -> bool:
-        """Whether a request can begin behind some blocks only."""
-        return self.states is not None or self.windows is not None
-
-    @property
     def num_free(self) -> int:
         """How many blocks could be computed next."""
         return self.pool.num_free if self.windows is None else min(self.pool.num_free, self.windows.num_free)
@@ -405,20 +400,19 @@ class RequestBlocks:
         num_tokens = self.num_to_compute(request, num_hit + external.num_tokens, most)
         if not self.manager.admit(request, hits, external.num_tokens + num_tokens, external.num_tokens):
             return Lookup.MISS
-        if external.num_tokens:
-            self._load(request, num_hit, external.num_tokens)
-        self._count_cached(request, num_hit, num_hit + external.num_tokens)
+        self.load(request, external.num_tokens, num_hit)
         self._note_loss(request, num_hit + external.num_tokens)
         return Admitted(num_tokens, UNCHANGED)
 
     def _note_loss(self, request: Request, num_cached: int) -> None:
         """Find out why it computes what an earlier request had. A second start, after a preemption, changes nothing."""
-        size = self.manager.block_size
+        manager, size = self.manager, self.manager.block_size
         num_had = min(request.num_had, request.num_prompt_tokens - 1) // size * size
         if num_cached >= num_had or request.loss is not None or request.num_preemptions:
             return
         block_id = request.chain[num_cached // size]
-        if self.manager.pool.lookup(block_id) is not None and self.manager.keeps_checkpoints:
+        begins_anywhere = manager.states is None and manager.windows is None
+        if manager.pool.lookup(block_id) is not None and not begins_anywhere:
             loss = Loss("no_checkpoint", "hbm")
         elif request.may_load:
             loss = self.connector.why_missing(request.request_id, block_id, request.had_s)
@@ -434,11 +428,6 @@ class RequestBlocks:
         found = self.connector.get_num_new_matched_tokens(request.request_id, done, request.num_tokens - 1 - done)
         self._note_answer(request, done, found)
         return found
-
-    def load_more(self, request: Request, num_tokens: int) -> None:
-        """Load in this step what `ask_again` has found, once there is room for it."""
-        self._load(request, request.num_computed_tokens, num_tokens)
-        self._count_cached(request, 0, request.num_computed_tokens)
 
     def num_to_compute(self, request: Request, num_before: int, most: int) -> int:
         """Tokens to compute up to its last one, to where it asks again, or to where a checkpoint is wanted."""
@@ -468,19 +457,20 @@ class RequestBlocks:
         if found.num_compute_tokens is not None:
             request.ask_at = num_before + found.num_tokens + found.num_compute_tokens
 
-    def _load(self, request: Request, first_token: int, num_tokens: int) -> None:
-        """Load the blocks from `first_token` on in this step, and share them from now on."""
-        size = self.manager.block_size
-        blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
-        rows = [] if request.state is None else [request.state.slot]
-        if self.manager.windows is not None:
-            rows = self.manager.windows.of[blocks].tolist()
-        self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens, rows)
-        request.num_computed_tokens += num_tokens
-        self.manager.cache_full_blocks(request, request.num_computed_tokens)
-
-    def _count_cached(self, request: Request, num_hit: int, num_cached: int) -> None:
-        request.cached.count(num_cached, num_hit, self.manager.block_size, request.lineage)
+    def load(self, request: Request, num_tokens: int, num_hit: int = 0) -> None:
+        """Load the blocks of its next `num_tokens` tokens in this step, if any, and share them from now on. num_hit:
+        how many of the tokens before these were found in HBM now.
+        """
+        size, first_token = self.manager.block_size, request.num_computed_tokens
+        if num_tokens:
+            blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
+            rows = [] if request.state is None else [request.state.slot]
+            if self.manager.windows is not None:
+                rows = self.manager.windows.of[blocks].tolist()
+            self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens, rows)
+            request.num_computed_tokens += num_tokens
+            self.manager.cache_full_blocks(request, request.num_computed_tokens)
+        request.cached.count(request.num_computed_tokens, num_hit, size, request.lineage)
 
     # -- after a step ------------------------------------------------------------------------------------------------
     def computed(self, request: Request, num_tokens: int) -> None:
@@ -492,8 +482,3 @@ class RequestBlocks:
         if self.manager.states is not None and request.state is not None:
             is_answer = num_tokens >= request.num_prompt_tokens
             self.manager.states.computed(request.state, num_tokens, request.chain, self.manager.block_size, is_answer)
-
-    def compute_instead(self, request: Request) -> None:
-        """A load has failed: compute what should have been loaded."""
-        request.may_load = False
-        request.cached.undo()

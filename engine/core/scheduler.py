@@ -152,7 +152,8 @@ class Roster:
             self.blocks.manager.pool.forget(block)
         for request in [r for r in self.tenants.running() if not failed.isdisjoint(r.block_numbers)]:
             self.num_failed_loads += 1
-            self.blocks.compute_instead(request)
+            request.may_load = False
+            request.cached.undo()
             self.go_back(request)
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ class Scheduler:
             if allocation is None:
                 break  # the request itself was the last, and is waiting again
             if found.num_tokens:
-                blocks.load_more(request, found.num_tokens)
+                blocks.load(request, found.num_tokens)
             scheduled.append(self._scheduled(request, num_tokens, allocation))
             budget.spend(request, num_tokens)
         return self.roster.num_preemptions > num_before
