@@ -211,16 +211,13 @@ class NullConnector(KVConnector):
     `kvstore.policy.policies`.
     """
 
-    def __init__(
-        self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time,
-        reports: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, num_hbm_blocks: int = 0, policy: str = "auto", reports: bool = False) -> None:
         self.compute_price = ASSUMED_PRICE
         self.fingerprint = b""
         self.root_secret = secrets.token_bytes(32)
         self.holdings = Holdings(self._root) if reports else None
-        self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
-        self.hbm_losses = Losses(MOST_LOSSES, clock)
+        self._steering = Steering(policy, time.time, {"hbm": num_hbm_blocks})
+        self.hbm_losses = Losses(MOST_LOSSES)
         self.upkeep = _NothingKept(self._steering, self.hbm_losses)
         self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
         self._requests: dict[str, tuple[Conversation, list[BlockId]]] = {}

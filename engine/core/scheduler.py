@@ -7,7 +7,7 @@ moves between the two.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -259,13 +259,7 @@ class Scheduler:
     when a waiting tenant runs less than another, one of the other's requests is preempted.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        manager: KVCacheManager,
-        connector: KVConnector,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, connector: KVConnector) -> None:
         self.config = config
         self.manager = manager
         self.connector = connector
@@ -273,7 +267,6 @@ class Scheduler:
         self.roster = Roster(self.blocks)
         self._tenants = self.roster.tenants
         self._short: Request | None = None  # lacked blocks to start, while other tenants hold more
-        self._clock = clock
 
     @property
     def num_running(self) -> int:
@@ -378,7 +371,7 @@ class Scheduler:
             admitted = self.blocks.admit(request, budget.most(request))
             if admitted is Lookup.PENDING:
                 if request.pending_s is None:
-                    request.pending_s = self._clock()
+                    request.pending_s = time.monotonic()
                 skipped[tenant] = skipped.get(tenant, 0) + 1
                 continue
             if admitted is Lookup.MISS:
@@ -388,7 +381,7 @@ class Scheduler:
                 self._short = None if ahead is None else request
                 break
             if request.scheduled_s is None:
-                request.scheduled_s = self._clock()
+                request.scheduled_s = time.monotonic()
             self._tenants.run(request)
             joined.append(request)
             scheduled.append(self._scheduled(request, admitted.num_tokens, admitted.allocation))

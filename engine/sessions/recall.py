@@ -35,7 +35,7 @@ from kvstore.sessions.answers import owner_tag
 
 LINE_COST, TURN_COST = 250, 220  # costs beside the ids, in tokens of 4 bytes
 DIGEST_BYTES = 16
-MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
+MAX_TOKENS = 4_000_000  # to keep in memory: 16 MB with what is beside them; `Chats.answers` has a bound of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +253,13 @@ class RecalledPrompt:
 
 
 class Recall:
-    """Recognises the histories of stateless clients, for one engine.
+    """Recognises the histories of stateless clients, for one engine. Any thread may call it."""
 
-    Any thread may call it. max_tokens: how many to keep in memory; `chats.answers` has a bound of its own.
-    """
-
-    def __init__(self, chats: Chats, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, chats: Chats) -> None:
         self._client = chats.client
         self._language = chats.language
         self._answers = chats.answers
-        self._lines = Lines(max_tokens)
+        self._lines = Lines(MAX_TOKENS)
         tokenizer = self._language.tokenizer
         tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder
         self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
