@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kvstore.blocks.records import TransferPlan
 from kvstore.connector import NullConnector
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.model.devices import num_hbm_blocks, own_device, run_all_forms
@@ -157,7 +158,7 @@ class Follower:
             for done in () if self._transfer is None else self._transfer.completed():
                 moved = Moved(done.ticket, done.is_load, done.succeeded)
                 if isinstance(self._transfer, FarTransfer) and self._moves is not None and not done.is_load:
-                    moved.saved = Moves(done.ticket, [], self._moves.saves, [], [], self._transfer.saved())
+                    moved.saved = Moves(TransferPlan((), self._moves.plan.saves), data=self._transfer.saved())
                 self._channel.send_all(encode(moved))
 
     def _tell_or_end(self) -> None:
@@ -179,16 +180,16 @@ class Follower:
     def _save_states(self, moves: Moves) -> None:
         assert self._transfer is not None
         if isinstance(self._transfer, FarTransfer):
-            moves.data = self._transfer.saved_states(moves.plan())
-            moved = Moved(moves.ticket, is_load=False, succeeded=True, saved=moves)
+            moves.data = self._transfer.saved_states(moves.plan)
+            moved = Moved(moves.plan.ticket, is_load=False, succeeded=True, saved=moves)
             self._channel.send(encode(moved))  # the next step does not wait until all of it is on its way
         else:
-            self._transfer.save_states(moves.plan())
+            self._transfer.save_states(moves.plan)
             self._tell()
 
     def _begin(self, moves: Moves) -> None:
         assert self._transfer is not None
         if isinstance(self._transfer, FarTransfer):
-            self._transfer.begin(moves.plan(), moves.row_starts, moves.data)
+            self._transfer.begin(moves.plan, moves.row_starts, moves.data)
         else:
-            self._transfer.begin(moves.plan(), moves.row_starts)
+            self._transfer.begin(moves.plan, moves.row_starts)

@@ -35,7 +35,6 @@ from kvstore.engine.ranks.wire import (
     RankReady,
     SaveStates,
     decode_from_rank,
-    moves_of,
     step_of,
 )
 from kvstore.errors import ConfigError, EngineDiedError
@@ -263,7 +262,7 @@ class Ranks:
         self.others, self.num_others = [OtherRank(child) for child in others], len(others)
         self.rendezvous, self.host, self.arena_descriptor = rendezvous, host, arena
         self._num_partners = num_partners
-        self._plan: tuple[TransferPlan, Moves] | None = None  # loads and saves of the step that is being prepared
+        self._moves: Moves | None = None  # loads and saves of the step that is being prepared
         self._blocks: Blocks | None = None
 
     # -- start and end -----------------------------------------------------------------------------------------------
@@ -319,15 +318,14 @@ class Ranks:
         self, inputs: StepInputs, table: np.ndarray, window_of: np.ndarray | None, copies: tuple[Copies, Copies]
     ) -> None:
         self.check()
-        plan, self._plan = self._plan, None
-        moves = None if plan is None else plan[1]
+        moves, self._moves = self._moves, None
         step = step_of(inputs, table, window_of, copies, moves)
-        if plan is None or self.arena_descriptor is not None:
+        if moves is None or self.arena_descriptor is not None:
             self._tell(encode(step))
             return
-        assert self._blocks is not None and step.moves is not None
+        assert self._blocks is not None
         for other in self.others:
-            step.moves.data = self._blocks.loaded(other.part, plan[0])
+            moves.data = self._blocks.loaded(other.part, moves.plan)
             other.child.send(encode(step), waits=True)
 
     def end_forward(self, num_samples: int) -> None:
@@ -351,14 +349,14 @@ class Ranks:
         self._blocks = blocks
 
     def begin_transfers(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
-        self._plan = plan, moves_of(plan, row_starts)
+        self._moves = Moves(plan, row_starts)
 
     def end_transfers(self) -> bool:
-        plan, self._plan = self._plan, None
-        return plan is None
+        moves, self._moves = self._moves, None
+        return moves is None
 
     def save_states(self, plan: TransferPlan) -> None:
-        self._tell(encode(SaveStates(moves_of(plan, ()))))
+        self._tell(encode(SaveStates(Moves(plan))))
 
     def transferred(self) -> list[Transferred]:
         found: list[Transferred] = []
@@ -366,7 +364,7 @@ class Ranks:
             for message in other.receive():
                 if isinstance(message, Moved):
                     if (saved := message.saved) is not None and self._blocks is not None and self.loss is None:
-                        self._blocks.put(other.part, saved.plan(), saved.data)  # after a loss they may be others'
+                        self._blocks.put(other.part, saved.plan, saved.data)  # after a loss they may be others'
                     found.append(Transferred(message.ticket, message.is_load, message.succeeded))
         return found
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvstore.blocks.records import Load, Save, StatePiece, TransferPlan
+from kvstore.blocks.records import TransferPlan
 from kvstore.engine.core.input_batch import Copies, StepInputs
 from kvstore.engine.process import Failed, as_error
 from kvstore.memory.layout import OwnPart
@@ -39,19 +39,11 @@ class OpenArena(msgspec.Struct, tag=True, array_like=True):
 
 
 class Moves(msgspec.Struct, array_like=True):
-    """The loads and saves of a step; see `TransferPlan`."""
+    """The loads and saves of a step, or the states that `SaveStates` saves."""
 
-    ticket: int
-    loads: list[tuple[int, int, int]]  # block number, arena block, position
-    saves: list[tuple[int, int, int, int, int]]  # the fields of `Save`
-    states: list[tuple[int, int, int]]  # that are loaded, or in `SaveStates` saved: the fields of `StatePiece`
-    row_starts: list[int]  # first token of each scheduled request
+    plan: TransferPlan
+    row_starts: Sequence[int] = ()  # first token of each scheduled request
     data: bytes = b""  # what is loaded, for a rank without a share of the arena
-
-    def plan(self) -> TransferPlan:
-        loads = tuple(Load(number, arena_block, position, b"") for number, arena_block, position in self.loads)
-        saves, states = (Save(*save) for save in self.saves), (StatePiece(*piece) for piece in self.states)
-        return TransferPlan(loads, tuple(saves), self.ticket, tuple(states))
 
 
 class RankStep(msgspec.Struct, tag=True, array_like=True):
@@ -97,13 +89,6 @@ class SaveStates(msgspec.Struct, tag=True, array_like=True):
     """Save states, as they are behind the steps before this message."""
 
     moves: Moves
-
-
-def moves_of(plan: TransferPlan, row_starts: Sequence[int]) -> Moves:
-    loads = [(load.block_number, load.arena_block, load.position) for load in plan.loads]
-    saves = [(save.scheduled, save.first, save.num_tokens, save.arena_block, save.offset) for save in plan.saves]
-    states = [(piece.row, piece.index, piece.arena_block) for piece in plan.states]
-    return Moves(plan.ticket, loads, saves, states, list(row_starts))
 
 
 def step_of(
