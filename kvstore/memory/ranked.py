@@ -27,6 +27,12 @@ LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
 DataPlane: TypeAlias = "Transfer | DeviceTransfer"  # moves KV between HBM and the arena
 
 
+def make_transfer(device: torch.device, arena: Arena, on_progress: Callable[[], None]) -> DataPlane:
+    if device.type == "cuda":
+        return DeviceTransfer(arena, CudaStreams(device), on_progress)
+    return Transfer(arena)
+
+
 @dataclass(frozen=True, slots=True)
 class FarBlocks:
     """Parts of blocks out of the arena and into it, as bytes, for ranks that have no share of it."""
@@ -211,10 +217,8 @@ def rank_transfer(
     on_progress: on CUDA, called in a thread of its own when loads or saves have ended.
     """
     num_arena_blocks = os.fstat(descriptor).st_size // layout.block_bytes
-    if device.type == "cuda":
-        arena = Arena(layout, num_arena_blocks, pin=True, descriptor=descriptor)
-        return DeviceTransfer(arena, CudaStreams(device), on_progress)
-    return Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor))
+    arena = Arena(layout, num_arena_blocks, device.type == "cuda", descriptor)
+    return make_transfer(device, arena, on_progress)
 
 
 class FarTransfer:

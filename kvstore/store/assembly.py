@@ -19,12 +19,10 @@ from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError
-from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.ranked import DataPlane, FarBlocks, OtherRanks, RankedTransfer
-from kvstore.memory.streams import CudaStreams
+from kvstore.memory.ranked import FarBlocks, OtherRanks, RankedTransfer, make_transfer
 from kvstore.memory.tier import CpuTier
-from kvstore.memory.transfer import Arena, Transfer
+from kvstore.memory.transfer import Arena
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.remote.address import parse_prefill_url
@@ -152,9 +150,3 @@ def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> list[
         )  # fmt: skip
         return [objects]
     return [RedisBlocks(one, names, tiers.remote_ttl_s) for one in address]
-
-
-def make_transfer(device: torch.device, arena: Arena, wake: Callable[[], None]) -> DataPlane:
-    if device.type == "cuda":
-        return DeviceTransfer(arena, CudaStreams(device), wake)
-    return Transfer(arena)

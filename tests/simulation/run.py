@@ -95,7 +95,7 @@ class Simulation:
         self.directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
         stand_ins = {
             "Arena": self._make_arena, "CpuTier": self._make_cpu, "TierWorker": self._make_io,
-            "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
+            "make_transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
         time, threading = {"time": clock.module}, {"threading": threads}
         virtual = {
@@ -129,7 +129,7 @@ class Simulation:
     def _make_io(self, name, disk, on_progress, limits) -> WatchedWorker:
         return WatchedWorker(disk, on_progress, limits, self.clock, self.arena, self.config.read_s, self.rng)
 
-    def _make_transfers(self, arena) -> Transfers:
+    def _make_transfers(self, device, arena, on_progress) -> Transfers:
         self.transfers = Transfers(
             arena, lambda: self.cpu, lambda: self.pool, lambda: self.windows, self.clock, self.config.faults, self.rng,
             self.weather, self.counts_of_store, self.config.load_s, self.may_fail,
