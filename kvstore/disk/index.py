@@ -67,8 +67,8 @@ class DiskIndex:
         self.bytes = TenantBytes()
         self._clock = clock
         self._entries: dict[BlockId, IndexEntry] = {}
-        self._tree: EvictionTree[BlockId] = EvictionTree(None, is_state=self._is_state)
-        self.links = self._tree.links  # which block builds on which
+        self.tree: EvictionTree[BlockId] = EvictionTree(None, is_state=self._is_state)
+        self.links = self.tree.links  # which block builds on which
         self._touched: dict[BlockId, float] = {}
         self.state_shape = (0, 0)  # blocks that a state takes, and their tokens; set before conversations are named
 
@@ -83,7 +83,7 @@ class DiskIndex:
         for entry in entries.values():
             index.bytes.add(entry.tenant, entry.stored_bytes)
         parents = {block_id: entry.parent_id for block_id, entry in entries.items()}
-        index._tree.fill(parents, lambda block_id: entries[block_id].last_access_s)
+        index.tree.fill(parents, lambda block_id: entries[block_id].last_access_s)
         return index
 
     def name_conversations(self, order: EvictionOrder) -> list[tuple[Hashable, Conversation]]:
@@ -92,7 +92,7 @@ class DiskIndex:
 
         Their numbers are negative, older than any of the registry's.
         """
-        self._tree.order = order
+        self.tree.order = order
         leaves = self.links.leaves()
         leaves.sort(key=lambda leaf: self._entries[leaf].last_access_s)
         found: list[tuple[Hashable, Conversation]] = []
@@ -102,7 +102,7 @@ class DiskIndex:
             root = int.from_bytes(leaf[:8], "little")
             used_s = min(entry.last_access_s, now_s)  # the clock may have been set back
             one = Conversation(number, root, used_s, used_s, use=number)
-            self._tree.claim(one, leaf)
+            self.tree.claim(one, leaf)
             if (name := self._name_of(leaf)) is not None:
                 found.append((name, one))
         return found
@@ -148,10 +148,10 @@ class DiskIndex:
         self._entries[block_id] = entry
         if known is None:
             self.bytes.add(entry.tenant, entry.stored_bytes)
-            self._tree.add(block_id, entry.parent_id, conversation)
+            self.tree.add(block_id, entry.parent_id, conversation)
         else:
             self.bytes.add(entry.tenant, entry.stored_bytes - known.stored_bytes)
-            self._tree.touch(block_id)
+            self.tree.touch(block_id)
 
     def resize(self, block_id: BlockId, stored_bytes: int) -> None:
         """Note what a block takes in the file now; does nothing if it is not here."""
@@ -165,7 +165,7 @@ class DiskIndex:
     def remove(self, block_id: BlockId) -> None:
         """Remove a block that is deleted or about to be; does nothing if it is not here."""
         if block_id in self._entries:
-            self._tree.remove(block_id)
+            self.tree.remove(block_id)
             self._drop(block_id)
 
     def _drop(self, block_id: BlockId) -> IndexEntry:
@@ -180,18 +180,8 @@ class DiskIndex:
         self._entries[block_id] = replace(self._entries[block_id], last_access_s=now_s)
         self._touched[block_id] = now_s
         if conversation is not None:
-            self._tree.claim(conversation, block_id)
-        self._tree.touch(block_id)
-
-    def claim(self, block_id: BlockId, conversation: Conversation, keeps_pin: bool = False) -> None:
-        """Let the conversation end at this block, which is here. keeps_pin: see `EvictionTree.claim`."""
-        self._tree.claim(conversation, block_id, keeps_pin)
-
-    def link(self, block_id: BlockId, parent_id: BlockId) -> None:
-        """Link a splice's first block to the block before it, although it names another parent, so that it is evicted
-        first.
-        """
-        self._tree.link(block_id, parent_id)
+            self.tree.claim(conversation, block_id)
+        self.tree.touch(block_id)
 
     def take_touched(self) -> dict[BlockId, float]:
         """Times of last use since the last call, to be written with the next transaction."""
@@ -200,7 +190,7 @@ class DiskIndex:
 
     def clear(self) -> None:
         """Remove all entries."""
-        self._tree.clear()
+        self.tree.clear()
         self._entries.clear()
         self._touched.clear()
         self.bytes.clear()
@@ -210,7 +200,7 @@ class DiskIndex:
         """Remove blocks to evict, of at least this size in all, or as many as possible; each before its parent."""
         if num_bytes <= 0:
             return []
-        gone = self._tree.evict(num_bytes, self._size_of, is_pinned)
+        gone = self.tree.evict(num_bytes, self._size_of, is_pinned)
         return [self._drop(block_id) for block_id in gone]
 
     def _size_of(self, block_id: BlockId) -> int:
@@ -226,9 +216,9 @@ class DiskIndex:
 
     def check_integrity(self) -> None:
         """Assert that the order and the sums agree."""
-        self._tree.check_integrity()
+        self.tree.check_integrity()
         assert set(self.links.leaves()) <= self._entries.keys(), "a leaf that is not here"
-        assert all(block_id in self._tree for block_id in self._entries), "an entry that is not in the order"
+        assert all(block_id in self.tree for block_id in self._entries), "an entry that is not in the order"
         assert self.bytes.total == sum(entry.stored_bytes for entry in self._entries.values()), "bytes disagree"
         assert self._touched.keys() <= self._entries.keys(), "a block that is gone was touched"
         found = Counter[str]()

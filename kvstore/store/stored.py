@@ -108,7 +108,7 @@ class DiskContents:
         self._disk, self.index, self._clock, self._holdings = disk, index, clock, holdings
         self.removing = removing
         steering.adopt(index.name_conversations(steering.order("disk")))
-        self.link, self.take_touched = index.link, index.take_touched
+        self.link, self.take_touched = index.tree.link, index.take_touched
 
     def begin_anew(self) -> None:
         """Start again with an empty file, after the old one was set aside."""
@@ -135,9 +135,9 @@ class DiskContents:
             self.index.touch(last, self._clock(), conversation)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation, keeps_pin: bool = False) -> None:
-        """See `DiskIndex.claim`."""
+        """See `EvictionTree.claim`."""
         if (last := self._last_of(chain)) is not None:
-            self.index.claim(last, conversation, keeps_pin)
+            self.index.tree.claim(conversation, last, keeps_pin)
 
     def _last_of(self, chain: Sequence[BlockId]) -> BlockId | None:
         """The last block of a chain that is here, or whose quantised copy is; None if there is none."""
@@ -156,7 +156,7 @@ class DiskContents:
         entry = IndexEntry(record.block_id, parent_id, stored_bytes, self._clock(), record.model, record.tenant)
         self.index.add(entry, None if record.is_state else conversation)
         if record.is_state and conversation is not None:  # one of several branches that it ends
-            self.index.claim(record.block_id, conversation, keeps_pin=True)
+            self.index.tree.claim(conversation, record.block_id, keeps_pin=True)
         if self._holdings is not None:
             self._holdings.stored_record(Place.DISK, record)
 

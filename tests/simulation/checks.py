@@ -54,9 +54,9 @@ def watch_states(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], B
         left.difference_update((key, parent))  # it itself is here again: what was left went with a whole disk
         add(key, parent, *given)
 
-    def claimed(conversation: Conversation, key: Hashable, *given: Any) -> None:
+    def claimed(conversation: Conversation, key: Hashable, keeps_pin: bool = False) -> None:
         left.discard(key)
-        claim(conversation, key, *given)
+        claim(conversation, key, keeps_pin)
 
     tree.remove, tree.add, tree.claim = removed, added, claimed  # type: ignore[method-assign]
     return left

@@ -220,7 +220,7 @@ class Simulation:
         checks.watch_order(self, self.pool.tree, self.pool.block_id)
         checks.watch_order(self, self.cpu.pool.tree, lambda block: getattr(self.cpu.record(block), "block_id", None))
         if self.store.disk is not None:
-            checks.watch_order(self, self.store.disk.contents.index._tree, lambda block_id: block_id)
+            checks.watch_order(self, self.store.disk.contents.index.tree, lambda block_id: block_id)
 
     def restart(self, crash: bool) -> None:
         """The process ends, in whatever it is doing, and comes back."""
