@@ -255,7 +255,16 @@ class DiskTier:
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
         """Read every block and check it. progress: called with the number of blocks so far."""
-        return _verify(self.file, progress)
+        report = VerifyReport()
+        for check in (report.check_values, report.check_index):
+            before: bytes | None = None
+            last: bytes | None = b""
+            while last is not None and last != before:
+                before, last = last, self.file.look_up(partial(check, last=last), None)
+                if last not in (None, before):
+                    progress(report.num_ok + len(report.bad_ids))
+            report.is_complete = report.is_complete and last is not None
+        return report
 
     def compact(self, codec_name: str | None = None) -> CompactReport:
         """Rewrite the file without free pages, and its blocks in this codec; reads go on until the swap. What is exact
@@ -396,20 +405,6 @@ class VerifyReport:
     def _orphan(self, block_id: BlockId) -> None:
         self.num_orphans += 1
         self.bad_ids.append(block_id)
-
-
-def _verify(file: BlocksFile, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
-    """Check every block. progress: called with the number of blocks so far."""
-    report = VerifyReport()
-    for check in (report.check_values, report.check_index):
-        before: bytes | None = None
-        last: bytes | None = b""
-        while last is not None and last != before:
-            before, last = last, file.look_up(partial(check, last=last), None)
-            if last not in (None, before):
-                progress(report.num_ok + len(report.bad_ids))
-        report.is_complete = report.is_complete and last is not None
-    return report
 
 
 def _agree(header: codec.Header, entry: IndexEntry | None, value_bytes: int, tables: Tables) -> bool:
