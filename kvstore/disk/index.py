@@ -200,11 +200,8 @@ class DiskIndex:
         """Remove blocks to evict, of at least this size in all, or as many as possible; each before its parent."""
         if num_bytes <= 0:
             return []
-        gone = self.tree.evict(num_bytes, self._size_of, is_pinned)
+        gone = self.tree.evict(num_bytes, lambda block_id: self._entries[block_id].stored_bytes, is_pinned)
         return [self._drop(block_id) for block_id in gone]
-
-    def _size_of(self, block_id: BlockId) -> int:
-        return self._entries[block_id].stored_bytes
 
     def select(self, what: Evict, is_pinned: Callable[[BlockId], bool] | None = None) -> list[BlockId]:
         """All blocks that `what` selects; see `kvstore.blocks.forest.select`."""

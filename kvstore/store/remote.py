@@ -241,10 +241,6 @@ class RemoteBlocks:
         if not self._source.is_told:
             self.forget(block_ids)
 
-    def is_sharing(self, chain: Sequence[BlockId]) -> bool:
-        """Whether blocks of this chain are still on their way there."""
-        return self.stores.is_storing(set(chain))
-
     def num_shared(self, chain: Sequence[BlockId]) -> int:
         """How many of its first blocks are there."""
         return next((i for i, one in enumerate(chain) if not self.contents.contains(one)), len(chain))

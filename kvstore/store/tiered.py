@@ -42,7 +42,7 @@ class StoreParts(DiskParts[KVStore]):
     def share(self, chain: Sequence[BlockId], timeout_s: float) -> int:
         if (remote := self.store.remote) is None:
             return 0
-        self.wait_until(lambda: not remote.is_sharing(chain), timeout_s)
+        self.wait_until(lambda: not remote.stores.is_storing(set(chain)), timeout_s)
         with self.lock:
             return remote.num_shared(chain)
 
