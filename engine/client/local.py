@@ -88,9 +88,12 @@ def open_model(
         config.chat_template, check, part,
     )  # fmt: skip
     limits = config.scheduler(loaded.max_model_len)
-    has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager and ranks is None
+    has_graphs = loaded.device.type == "cuda" and not config.enforce_eager and ranks is None
     has_store = bool(config.tiers.cpu or config.tiers.disk)
-    with nullcontext() if ranks is None else ranks.blamed():
+    # Triton launches its kernels on the current device.
+    on_device = torch.cuda.device_of(next(loaded.model.parameters()))
+    with on_device, nullcontext() if ranks is None else ranks.blamed():
+        has_graphs = has_graphs and has_triton()
         if ranks is not None and part is not None:
             ranks.wait_loaded()
             _join(part, ranks)

@@ -148,7 +148,8 @@ def rotate_and_write(
         new_key = torch.empty_like(key, memory_format=torch.contiguous_format)
     if not num_tokens:
         return new_query, new_key
-    pairs = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(half or head_dim)
+    pairs = max(num_kv_heads, num_heads // 4)  # the tile of queries is in registers, too
+    pairs = triton.next_power_of_2(pairs) * triton.next_power_of_2(half or head_dim)
     _write_kernel[(num_tokens,)](
         query_in, key_in, value_in, new_query, new_key, key_cache, value_cache, slots,
         None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,

@@ -345,9 +345,10 @@ class DeviceTransfer:
         return Transferred(job.ticket, True, not job.failed, job.num_bytes, seconds)
 
     def close(self) -> None:
-        """End the step, and wait until everything that was handed over has ended."""
+        """End the step, wait until everything that was handed over has ended, and forget the caches."""
         self.end(succeeded=False)
         self._watcher.close()
+        self._caches, self._states = (), None  # HBM is free once nobody refers to it
 
 
 def _held_bytes(layers: Sequence[RawLayer]) -> int:

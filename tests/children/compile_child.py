@@ -25,7 +25,9 @@ from tests.support.arenas import layers_of
 from tests.support.rotations import rotation
 
 ARCHITECTURES = [80, 90]
-MODELS = {"Llama-3.1-8B": (32, 8, 128), "Qwen-2.5-0.5B": (14, 2, 64), "Gemma-3-1B": (4, 1, 256)}  # heads, KV, head_dim
+MODELS = {  # heads, KV, head_dim
+    "Llama-3.1-8B": (32, 8, 128), "Qwen-2.5-0.5B": (14, 2, 64), "Gemma-3-1B": (4, 1, 256), "many heads": (128, 1, 128),
+}  # fmt: skip
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS = 16, 5, 6
 
 
@@ -87,7 +89,7 @@ def launch_attention_triton(heads, dtype, options):
         attention_triton.prefill(query, *caches, layout, scoring, torch.empty_like(query))
 
 
-LLAMA, QWEN, GEMMA = MODELS
+LLAMA, QWEN, GEMMA, MANY = MODELS
 LAUNCHES = {
     "kv": (
         launch_kv_triton,
@@ -98,6 +100,7 @@ LAUNCHES = {
             (QWEN, torch.bfloat16, {}),
             (QWEN, torch.bfloat16, {"num_ranks": 2}),
             (QWEN, torch.float16, {}),
+            (MANY, torch.bfloat16, {"style": Style.INTERLEAVED}),
         ],
     ),
     "attention": (

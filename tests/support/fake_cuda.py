@@ -108,6 +108,7 @@ class Driver:
         self.waits: list[str] = []
         self.recording: list[Callable[[], object]] | None = None  # of the capture that is going on
         self.is_invalid = False  # that capture did what it must not: its end will fail
+        self.has_generator = True  # which a capture takes, and gives back if it ends well
         self.pool: object = None  # that the allocator takes all memory from, in a capture
         self.pinned: dict[int, int] = {}  # address -> bytes
 
@@ -327,13 +328,15 @@ class CUDAGraph:
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **_: object) -> None:
         assert DRIVER.recording is None and capture_error_mode in ("global", "thread_local", "relaxed")
         DRIVER.recording, DRIVER.pool = [], pool or (0, 0)
+        DRIVER.has_generator = False
 
     def capture_end(self) -> None:
-        """The driver's error comes before the allocator is told that the capture is over."""
+        """The driver's error comes before allocator and generator are told that the capture is over."""
         self._works, DRIVER.recording = DRIVER.recording, None
         if DRIVER.is_invalid:
             DRIVER.is_invalid = False
             raise FakeCudaError("CUDA error: operation failed due to a previous error during capture")
+        DRIVER.has_generator = True
         DRIVER.end_pool(DEVICE.index, DRIVER.pool)
 
     def replay(self) -> None:
@@ -387,11 +390,15 @@ def install(
     monkeypatch.setitem(globals(), "DEVICE", there)
     current = Current()
     properties = types.SimpleNamespace(multi_processor_count=NUM_SMS, total_memory=TOTAL_BYTES, name="none")
+    generator = types.SimpleNamespace(
+        clone_state=lambda: True, graphsafe_set_state=partial(setattr, driver, "has_generator")
+    )
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: count,
         "current_device": lambda: current.index,
+        "default_generators": [generator] * count,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: properties.name,
@@ -412,6 +419,10 @@ def install(
         "cudart": Runtime,
     }
 
+    def tried() -> bool:
+        assert current.index == index, "Triton is tried on the current device"
+        return has_triton
+
     torch.utils._device._device_constructors()  # which it keeps: to be taken before two of them are replaced
     replaced: list[Replaced] = [
         *beside,
@@ -425,7 +436,7 @@ def install(
         (torch.Tensor, "pin_memory", lambda tensor: pinned_copy(tensor)),
         (torch.Tensor, "is_pinned", lambda tensor: driver.is_pinned(tensor)),
         (kernel_kv, "has_triton", lambda: has_triton),
-        (local, "has_triton", lambda: has_triton),
+        (local, "has_triton", tried),
         (device_transfer, "has_triton", lambda: has_triton),
         (probe, "_NUM_TOKENS", 6),  # a millisecond on a device is a second in the interpreter
         (probe, "_CHUNKS", (3, 2, 1)),

@@ -6,6 +6,7 @@ rank that it is for, but with `cut`; what is computed after that is wrong.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -209,6 +210,9 @@ def gloo(store: Any, rank: int, size: int, host: str) -> Any:
 def _nccl(store: Any, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # builds for CPUs have none
 
+    # Its own thread would end this process where a peer has ended; we notice, and raise EngineDiedError.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return ProcessGroupNCCL(store, rank, size, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -73,9 +73,23 @@ class NoWaits(TorchDispatchMode):
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if name in _WAITS or (by_mask and (name == "index" or args[2].numel() > 1)):
+        to_host = name in ("_to_copy", "copy_") and _is_to_host(name, args, kwargs or {})
+        by_mask = by_mask and (name == "index" or args[2].numel() > 1)
+        if name in _WAITS or by_mask or to_host or (name == "_grouped_mm" and _counts_on_host(args[0])):
             raise RuntimeError(f"{name} waits for the device")
         return operation(*args, **(kwargs or {}))
+
+
+def _is_to_host(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether this copies from the device."""
+    source, target = (args[1], args[0].device) if name == "copy_" else (args[0], options.get("device"))
+    return source.is_cuda and target is not None and torch.device(target).type == "cpu"
+
+
+def _counts_on_host(tokens: Tensor) -> bool:
+    """Whether torch multiplies each expert's tokens on its own: its kernel is for bfloat16 on Hopper and Blackwell."""
+    has_kernel = tokens.dtype is torch.bfloat16 and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10)
+    return tokens.is_cuda and not has_kernel
 
 
 class CudaCapturer:
@@ -91,10 +105,13 @@ class CudaCapturer:
         # The inner context puts the current stream back: a capture that fails at its end leaves its own there.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                work(tensors)  # compiles and loads kernels and makes workspaces, which a capture must not do
-                with NoWaits():
-                    work(tensors)
+            try:
+                with torch.cuda.stream(self._stream):
+                    work(tensors)  # compiles and loads kernels and makes workspaces, which a capture must not do
+                    with NoWaits():
+                        work(tensors)
+            finally:  # if it is refused, its blocks are overwritten next
+                torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             with ExitStack() as failed:
                 failed.callback(self._end_capture)
@@ -110,12 +127,14 @@ class CudaCapturer:
         return replay
 
     def _end_capture(self) -> None:
-        """End a capture that has failed. The driver's call raises before torch takes its allocator out of the capture;
-        memory that other streams give back would then never be used again.
+        """End a capture that has failed. The driver's call raises before torch takes its allocator and generator out of
+        the capture; memory that other streams give back would then never be used again, and nobody could draw.
         """
         with suppress(RuntimeError):  # torch has already taken it out
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         try:
+            generator = torch.cuda.default_generators[self._device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             torch.empty(1, device=self._device)
             torch.cuda.empty_cache()
         except RuntimeError as error:

@@ -83,7 +83,7 @@ class StepClock:
         """An event on the device's clock; None on a CPU, where a step has ended when its call returns."""
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # else a wait takes a core for the whole step
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -415,7 +415,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the pool. Its memory is freed when nobody refers to it any more."""
         self.caches.clear()
-        self.states = None
+        self.states = self.graphs = None
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.left:

@@ -1,8 +1,10 @@
 """An engine with `device="cuda"` on a device that is none: from loading to erasing, every tensor where it belongs."""
 
+import gc
 import importlib.util
 import os
 import re
+import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from kvstore import CacheTiers, Engine, SamplingParams, StructuredOutputsParams
-from kvstore.engine.model.step.graphs import CudaCapturer
+from kvstore.engine.model.step.graphs import CudaCapturer, NoWaits
 from kvstore.engine.model.step.sampler import Sampler
 from kvstore.errors import KVStoreError
 from kvstore.kernels import reference
@@ -86,6 +88,18 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
                 output = ask(engine, history, 2)
                 assert output.token_ids == answer and cached(output)[tier] == (len(history) - 1) // 4 * 4
         assert counters(engine)["load_failures"] == 0 and counters(engine)["dropped_saves"] == 0
+
+
+def test_an_engine_on_the_second_device_leaves_hbm_when_it_is_closed(saved_model, monkeypatch):
+    model = saved_model(**SMALL)
+    expected = Plain(model, block_size=4)(tokens(1, 14), 3)
+    with device(monkeypatch, index=1, count=2):
+        engine = Engine(model, CacheTiers(hbm="2MiB", cpu="2MiB"), device="cuda:1", **OPTIONS)
+        with engine:
+            assert ask(engine, tokens(1, 14), 3).token_ids == expected
+            caches = [weakref.ref(cache) for layer in engine.loop.runner.caches for cache in layer]
+        gc.collect()
+        assert caches and not any(cache() for cache in caches)
 
 
 EDITED = {"logit_bias": {3: 5.0, 9: -9.0}, "min_tokens": 3, "stop_token_ids": [7]}
@@ -261,10 +275,33 @@ def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch):
         with pytest.raises(FakeCudaError, match="previous error"):
             capturer.capture(work, None)
         assert driver.pool is None and driver.recording is None and torch.cuda.current_stream() is stream
+        assert driver.has_generator, "nobody could draw random numbers any more"
         capturer.capture(work, None)()
         monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock(side_effect=FakeCudaError("CUDA error: unspecified")))
         with pytest.raises(KVStoreError, match=r"not work any more \(CUDA error: unspecified\); .*--enforce-eager"):
             capturer._end_capture()
+
+
+def test_what_waits_within_an_operation_is_refused_before_it_is_captured(monkeypatch):
+    """Copies to the host; and experts, but for what torch has a kernel for: such a capture would fail at its end."""
+
+    def run(name: str, *args: torch.Tensor, **options: object) -> None:
+        operation = mock.Mock()
+        operation.overloadpacket.__name__ = name
+        NoWaits().__torch_dispatch__(operation, (), args, options)
+        assert operation.called
+
+    with device(monkeypatch):
+        there, here, halves = torch.ones(4, device=DEVICE), torch.ones(4), torch.ones(4, device=DEVICE).bfloat16()
+        for name, args, options in (
+            ("_to_copy", (there,), {"device": torch.device("cpu")}), ("copy_", (here, there), {}),
+            ("_grouped_mm", (there, there), {}),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match=f"{name} waits for the device"):
+                run(name, *args, **options)
+        run("_grouped_mm", halves, halves)
+        run("_to_copy", there, dtype=torch.bfloat16)
+        run("copy_", there, there)
 
 
 def test_padding_is_skipped_where_there_are_no_kernels(monkeypatch):
