@@ -53,26 +53,20 @@ LAST_WORDS_S = 2.0  # for error events and closing, after the time of running re
 POLL_S = 0.02
 
 
-def run_serve(
-    model: str | None,
-    engine_arguments: Mapping[str, Any],
-    options: ServeOptions,
-    engine_factory: Callable[..., Any] | None = None,
-) -> int:
+def run_serve(model: str | None, engine_arguments: Mapping[str, Any], options: ServeOptions) -> int:
     """Serve until a signal comes: 0 after SIGTERM, 130 after SIGINT. EXIT_ENGINE_FAILED when the engine stays down.
 
     SIGHUP reads the file of keys again; where there is none, it is as SIGTERM. Raises ConfigError and ModelError before
     anything is opened, and KVStoreError when the port or the model cannot be.
     """
     check_engine(model, engine_arguments, options)
-    if engine_factory is None:
-        do_without_torch()
     server = Server(options, fleet_key=fleet_key_of(engine_arguments))
+    do_without_torch()
     ensure_descriptors(options.max_connections)
     set_up_logging(options.log_format, options.log_level)
     warnings.showwarning = _log_warning
     store = store_of(engine_arguments)
-    return asyncio.run(_serve(server, store, lambda: open_engine(model, engine_arguments, options, engine_factory)))
+    return asyncio.run(_serve(server, store, lambda: open_engine(model, engine_arguments, options)))
 
 
 def check_engine(model: str | None, engine_arguments: Mapping[str, Any], options: ServeOptions) -> None:
@@ -124,25 +118,18 @@ def _log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     log(" ".join(str(message).split()), {}, logging.WARNING)
 
 
-def open_engine(
-    model: str | None,
-    engine_arguments: Mapping[str, Any],
-    options: ServeOptions,
-    engine_factory: Callable[..., Any] | None = None,
-) -> Any:
+def open_engine(model: str | None, engine_arguments: Mapping[str, Any], options: ServeOptions) -> Any:
     """The engine that the service drives, in a process of its own."""
     if options.served_model_name and engine_arguments.get("kv_events"):  # routers know the name that clients give
         topic = engine_arguments.get("kv_events_topic") or default_topic(options.served_model_name)
         engine_arguments = {**engine_arguments, "kv_events_topic": topic}
-    if engine_factory is None:
-        check_speaks(model, engine_arguments, chats=False)
-        from kvstore.engine.engine import Engine
+    check_speaks(model, engine_arguments, chats=False)
+    from kvstore.engine.engine import Engine
 
-        engine_factory = partial(
-            Engine, process="own", silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts,
-            data_parallel_size=options.data_parallel_size,
-        )  # fmt: skip
-    return engine_factory(model, **engine_arguments)
+    return Engine(
+        model, process="own", silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts,
+        data_parallel_size=options.data_parallel_size, **engine_arguments,
+    )  # fmt: skip
 
 
 async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -> int:

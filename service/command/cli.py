@@ -37,10 +37,10 @@ def tell_misspelt(environment: Mapping[str, str]) -> None:
             print(f"kvstore: nothing reads KVSTORE_{name}; did you mean KVSTORE_{meant}?", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object] | None = None) -> int:
-    """Run the command and return its exit code. `engine_factory` replaces `engine.Engine` in tests."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv), os.environ, engine_factory)
+        code = _run(list(sys.argv[1:] if argv is None else argv), os.environ)
         sys.stdout.flush()
         return code
     except (UsageError, ConfigError, ModelError) as error:
@@ -65,7 +65,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:
+def _run(argv: list[str], environment: Mapping[str, str]) -> int:
     if argv[:1] == ["help"] and len(argv) > 1:
         argv = [argv[1], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -79,17 +79,17 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         known = ("--help", "--version") if kind == "flag" else COMMANDS
         raise UsageError(f"unknown {kind} {argv[0]!r}{suggestion(argv[0], known)}")
     tell_misspelt(environment)
-    run, command = command_of(argv[0], engine_factory)
+    run, command = command_of(argv[0])
     given = told(command, argv[1:], environment)
     return EXIT_OK if given is None else run(given)
 
 
-def command_of(name: str, engine_factory: Callable[..., object] | None = None) -> tuple[Callable[[Told], int], Command]:
+def command_of(name: str) -> tuple[Callable[[Told], int], Command]:
     """What runs a command and returns its exit code, and its flags. Loads what it needs."""
     if name in ("serve", "chat"):
         from kvstore.service.settings.engine_options import engine_command
 
-        return partial(_run_engine, name, engine_factory), engine_command(name)
+        return partial(_run_engine, name), engine_command(name)
     if name == "completion":
         from kvstore.service.command.completion import COMMAND, run_completion
 
@@ -108,7 +108,7 @@ def _overview() -> str:
     return "\n".join([*lines, "", EPILOG])
 
 
-def _run_engine(name: str, engine_factory: Callable[..., object] | None, given: Told) -> int:
+def _run_engine(name: str, given: Told) -> int:
     from kvstore.service.settings.config_file import as_toml
     from kvstore.service.settings.engine_options import arguments_of, naming_flags, with_tiers
 
@@ -119,12 +119,10 @@ def _run_engine(name: str, engine_factory: Callable[..., object] | None, given: 
         print(as_toml(settings.values()))
         return EXIT_OK
     with naming_flags(settings):
-        return _with_engine(name, arguments, options, engine_factory)
+        return _with_engine(name, arguments, options)
 
 
-def _with_engine(
-    name: str, arguments: dict[str, Any], options: Any, engine_factory: Callable[..., object] | None
-) -> int:
+def _with_engine(name: str, arguments: dict[str, Any], options: Any) -> int:
     model = arguments.pop("model", None)
     if name == "serve" and options.replicas is not None:
         from kvstore.service.replicas.app import run_replicas
@@ -133,10 +131,10 @@ def _with_engine(
     if name == "serve":
         from kvstore.service.server import run_serve
 
-        return run_serve(model, arguments, options, engine_factory)
+        return run_serve(model, arguments, options)
     from kvstore.service.command.terminal import run_chat
 
-    return run_chat(model, arguments, options, engine_factory)
+    return run_chat(model, arguments, options)
 
 
 if __name__ == "__main__":

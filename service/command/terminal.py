@@ -42,12 +42,7 @@ SESSION_CHARS = 128
 MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
 
 
-def run_chat(
-    model: str | None,
-    engine_arguments: dict[str, Any],
-    options: ChatOptions,
-    engine_factory: Callable[..., Any] | None = None,
-) -> int:
+def run_chat(model: str | None, engine_arguments: dict[str, Any], options: ChatOptions) -> int:
     """Load the model, hold the conversation, return the exit code: 1 when a piped message failed.
 
     Raises KVStoreError when the model cannot be loaded, ConfigError when an option is wrong.
@@ -58,12 +53,7 @@ def run_chat(
 
     tell_in_lines()
     with _loading(Console(stderr=True), model), interruptible():
-        if engine_factory is None:
-            check_speaks(model, engine_arguments, chats=True)
-            from kvstore.engine.engine import Engine  # loads torch, hence here
-
-            engine_factory = Engine
-        engine = engine_factory(model, **engine_arguments)
+        engine = open_engine(model, **engine_arguments)
     with engine:
         try:
             conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
@@ -71,6 +61,13 @@ def run_chat(
             raise ConfigError(str(error)) from error
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
+
+
+def open_engine(model: str | None, **arguments: Any) -> Any:
+    check_speaks(model, arguments, chats=True)
+    from kvstore.engine.engine import Engine  # loads torch, hence here
+
+    return Engine(model, **arguments)
 
 
 def tolerate_any_text() -> None:

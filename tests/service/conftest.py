@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.service.command import cli
+from kvstore.service.command import cli, terminal
 from kvstore.service.http.telling import LOGGER, JsonFormatter, TextFormatter
 from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.service.browser import Tabs, chromium
@@ -96,9 +96,15 @@ def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(capsys: pytest.CaptureFixture[str], no_settings: Path) -> Callable[..., tuple[int, str, str]]:
     """Runs a command in this process; gives (exit code, stdout, stderr)."""
 
-    def call(*argv: object, engine_factory: Callable[..., object] | None = None) -> tuple[int, str, str]:
-        code = cli.main(list(map(str, argv)), engine_factory)
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = cli.main(list(map(str, argv)))
         captured = capsys.readouterr()
         return code, captured.out, without_progress(captured.err)
 
     return call
+
+
+@pytest.fixture
+def chat_opens(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Takes what `kvstore chat` opens instead of an engine."""
+    return lambda engine: monkeypatch.setattr(terminal, "open_engine", engine)

@@ -181,11 +181,8 @@ def test_a_model_that_cannot_be_loaded_ends_it():
 
 
 def test_options_are_checked_before_anything_is_opened(tmp_path):
-    def never(*_, **__):
-        raise AssertionError("the engine was opened")
-
     with pytest.raises(ConfigError, match="api-key-file"):
-        run_serve(None, {}, ServeOptions(api_key_file=tmp_path / "none"), never)
+        run_serve(None, {}, ServeOptions(api_key_file=tmp_path / "none"))
 
 
 @pytest.mark.skipif(has_driver(), reason="there may be such a device")
@@ -213,9 +210,10 @@ from kvstore.service import server
 from kvstore.service.settings.serve_options import ServeOptions
 known = server.Server.__init__
 server.Server.__init__ = lambda self, options, **more: known(self, options, ROUTES, **more)
+server.open_engine = lambda *_: FakeEngine()
 for log_format in ("text", "json", "text"):
     options = ServeOptions(port=0, shutdown_timeout_s=120.0, log_format=log_format)
-    code = server.run_serve(None, {}, options, lambda model, **_: FakeEngine())
+    code = server.run_serve(None, {}, options)
     print("code", code, flush=True)
 """
 

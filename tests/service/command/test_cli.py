@@ -16,9 +16,10 @@ import pytest
 from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.outputs import CachedTokensDetails, Usage
 from kvstore.errors import ModelError
-from kvstore.service.command import cli, terminal
+from kvstore.service.command import terminal
 from kvstore.service.command.cli import command_of
-from kvstore.service.settings.engine_options import ChatOptions
+from kvstore.service.settings.config_file import told as told_by
+from kvstore.service.settings.engine_options import ChatOptions, arguments_of, engine_command, with_tiers
 from kvstore.service.settings.options import COMMANDS
 from tests.support.flags_page import flags_page
 from tests.support.service.fake_engine import FakeEngine, make_output
@@ -30,14 +31,15 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def run(run, monkeypatch):
+def run(run, chat_opens, monkeypatch):
     """With the lines on stdin."""
     FakeEngine.made.clear()
     FakeEngine.stored = {}
+    chat_opens(FakeEngine)
 
     def call(*argv, lines=()):
         type_in(monkeypatch, *lines)
-        return run(*argv, engine_factory=FakeEngine)
+        return run(*argv)
 
     return call
 
@@ -57,7 +59,7 @@ class Closed(io.StringIO):
         return super().write(text)
 
 
-def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, monkeypatch):
+def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, chat_opens, monkeypatch):
     """Else the turn is ended when its stream is collected: after the engine, with a traceback."""
     type_in(monkeypatch, "hello there")
     ended_first = []
@@ -66,8 +68,9 @@ def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, m
         def __exit__(self, *exc):
             ended_first.append(self.sessions["s"].closed_early)
 
+    chat_opens(Watched)
     with redirect_stdout(Closed()), suppress(BrokenPipeError):
-        terminal.run_chat(None, {}, ChatOptions(session="s"), Watched)
+        terminal.run_chat(None, {}, ChatOptions(session="s"))
     assert ended_first == [True]
 
 
@@ -331,7 +334,7 @@ def test_ctrl_c_stops_the_answer_only(run):
 
 
 @pytest.mark.parametrize("becomes", [None, RuntimeError("while importing"), ModelError("cannot load")])
-def test_ctrl_c_while_loading_is_130_whatever_a_library_makes_of_it(run, capsys, becomes):
+def test_ctrl_c_while_loading_is_130_whatever_a_library_makes_of_it(run, chat_opens, becomes):
     def engine(*arguments, **_):
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGINT)
@@ -339,9 +342,10 @@ def test_ctrl_c_while_loading_is_130_whatever_a_library_makes_of_it(run, capsys,
             raise becomes
         return FakeEngine(*arguments)
 
+    chat_opens(engine)
     before = signal.getsignal(signal.SIGINT)
-    assert cli.main(["chat"], engine) == 130
-    assert capsys.readouterr().err.endswith("kvstore: interrupted\n")
+    code, _, err = run("chat")
+    assert code == 130 and err.endswith("kvstore: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -426,24 +430,15 @@ def test_what_an_engine_would_refuse_is_told_before_torch_is_loaded(tmp_path):
 
 
 # -- serve -----------------------------------------------------------------------------------------------------------
-def test_serve_is_told_everything(run, monkeypatch, tmp_path):
-    calls = []
-
-    def run_serve(*arguments):
-        calls.append(arguments)
-        return 7
-
-    monkeypatch.setattr("kvstore.service.server.run_serve", run_serve)
+def test_serve_is_told_everything(no_settings, monkeypatch, tmp_path):
     monkeypatch.setenv("KVSTORE_API_KEY", "a-key-of-some-length")
     flags = ["--port", "9000", "--ttl", "2h", "--scheduling-policy", "priority", "--policy", "lru", "--load", "always"]
     flags += ["--revision", "v1", "--tokenizer", "t", "--enforce-eager", "--codec", "zstd", "--disk-per-key", "1GiB"]
-    code, _, err = run("serve", "a/model", "--store", str(tmp_path), *flags)
-    assert (code, err) == (7, "")
-    model, arguments, options, factory = calls[0]
-    assert (model, factory) == ("a/model", FakeEngine)
+    given = told_by(engine_command("serve"), ["a/model", "--store", str(tmp_path), *flags], os.environ)
+    arguments, options = arguments_of("serve", with_tiers(given.settings, keeps=True))
     assert (options.port, options.ttl_s, options.api_key) == (9000, 7200.0, "a-key-of-some-length")
     expected = {"policy": "priority", "eviction": "lru", "load": "always", "revision": "v1", "tokenizer": "t"}
-    expected["enforce_eager"] = True
+    expected |= {"model": "a/model", "enforce_eager": True}
     assert {name: arguments[name] for name in expected} == expected
     tiers = arguments["cache_tiers"]
     assert (tiers.disk, tiers.path, tiers.codec, tiers.disk_per_tenant) == (8 << 30, tmp_path, "zstd", 1 << 30)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kvstore.config import DURATION
 from kvstore.errors import StoreLockedError
-from kvstore.service.command import cli, store_tables
 from kvstore.service.command import store as store_commands
+from kvstore.service.command import store_tables
 from tests.support.service.server_process import run_command, without_progress
 from tests.support.store.small_store import NUM_OWN, block_ids, damage, make_store
 from tests.support.waiting import TIMEOUT_S
@@ -297,13 +297,14 @@ def test_an_owner_that_does_not_answer_is_exit_3(run, owner):
 
 
 @pytest.mark.parametrize("message", ["the store is in use", "the store is in use by process 4242"])
-def test_an_engine_whose_store_is_locked_is_exit_3(run, capsys, tmp_path, message):
+def test_an_engine_whose_store_is_locked_is_exit_3(run, chat_opens, tmp_path, message):
     def locked(*_, **__):
         raise StoreLockedError(message, 4242)
 
-    assert cli.main(["chat", "--store", str(tmp_path)], locked) == 3
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.count("4242") == 1 and last.startswith("kvstore: the store is in use")
+    chat_opens(locked)
+    code, _, err = run("chat", "--store", tmp_path)
+    last = err.splitlines()[-1]
+    assert code == 3 and last.count("4242") == 1 and last.startswith("kvstore: the store is in use")
 
 
 # -- as a program ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from tests.support.waiting import TIMEOUT_S
 
 CHATS = """
 import signal, sys
-from kvstore.service.command import cli
+from kvstore.service.command import cli, terminal
 from tests.support.service.fake_engine import FakeEngine
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with it ignored
-sys.exit(cli.main(["chat", "--config", "/dev/null"], FakeEngine))
+terminal.open_engine = FakeEngine
+sys.exit(cli.main(["chat", "--config", "/dev/null"]))
 """
 
 
