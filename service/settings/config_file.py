@@ -88,7 +88,9 @@ def _setting(
         return OptionValue(option, option.reads.read(option.flag, text), text, f"flag {option.flag}")
     if option.mirrored:
         for variable in map(variable_of, (option.flag, *option.aliases)):
-            if (text := environment.get(variable)) or (text is not None and not option.may_be_empty):
+            # An empty variable is as good as none, unless it was to name a place, which nobody has set then.
+            must_be_set = option.default is None and option.reads.is_place
+            if (text := environment.get(variable)) or (text is not None and must_be_set):
                 return OptionValue(option, option.reads.read(variable, text), text, f"environment {variable}")
         found = None if config is None else config.lookup(command, option)
         if found is not None:

@@ -100,11 +100,6 @@ class Option:
         return self.reads is SWITCH
 
     @property
-    def may_be_empty(self) -> bool:
-        """Whether an empty variable is as good as none. Where it was to name a place, it is one that nobody has set."""
-        return self.default is not None or not self.reads.is_place
-
-    @property
     def shown_default(self) -> str:
         if self.shown or self.default is None or self.default is False or self.default == ():
             return self.shown
@@ -133,10 +128,6 @@ class OptionValue:
     value: object
     written: object
     origin: str
-
-    @property
-    def is_of_flag(self) -> bool:
-        return self.origin == f"flag {self.option.flag}"
 
     @property
     def where(self) -> str:

@@ -413,7 +413,7 @@ def run(given: Told) -> int:
     KeyboardInterrupt comes out after what was done so far has been shown.
     """
     values = given.values
-    _check({name for name, setting in given.settings.items() if setting.is_of_flag}, values)
+    _check({name for name, setting in given.settings.items() if setting.origin.startswith("flag ")}, values)
     tolerate_any_text()
     tell_in_lines()
     question = _question(values)
