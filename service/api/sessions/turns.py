@@ -363,19 +363,13 @@ class ChatAnswer(msgspec.Struct):
     context_management: schema.AppliedEdits | UnsetType = UNSET
 
 
-class LastEvent(ChatAnswer):
-    """The last event of a stream: the whole answer again."""
-
-    delta: dict[str, Any] = {}
-
-
 def turn_id(session_id: str, turn: int | None) -> str:
     return f"turn-{session_id}-{0 if turn is None else turn}"
 
 
-def chat_answer(result: TurnResult, wanted: TurnRequest, kind: type[ChatAnswer] = ChatAnswer) -> ChatAnswer:
+def chat_answer(result: TurnResult, wanted: TurnRequest) -> ChatAnswer:
     session_id = None if wanted.is_new and result.number is None else result.session_id
-    return kind(
+    return ChatAnswer(
         id=turn_id(result.session_id, result.number),
         session_id=session_id,
         turn=result.number,
@@ -406,7 +400,7 @@ class ChatDialect(Dialect[TurnResult]):
                 yield self._event(turns, delta)
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
-        yield None, chat_answer(results[0], self.wanted, LastEvent)
+        yield None, {**msgspec.to_builtins(chat_answer(results[0], self.wanted)), "delta": {}}
 
     def whole(self, turns: Turns, results: Sequence[TurnResult]) -> ChatAnswer:
         return chat_answer(results[0], self.wanted)
