@@ -34,14 +34,7 @@ from kvstore.service.api.health import watch
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import Route, unavailable
-from kvstore.service.http.limits import (
-    SEND_BUFFER_BYTES,
-    AcceptErrors,
-    Connection,
-    Connections,
-    Limits,
-    ensure_descriptors,
-)
+from kvstore.service.http.limits import SEND_BUFFER_BYTES, AcceptErrors, Connection, Limits, ensure_descriptors
 from kvstore.service.http.listening import tls_context, unix_socket
 from kvstore.service.http.telling import Metrics, Traces, log, set_up_logging
 from kvstore.service.settings.serve_options import ServeOptions
@@ -218,7 +211,7 @@ class Server:
         limits = Limits(options, is_shared=len(access.tenants) > 1)
         traces = None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint)
         self.context = Context(options, access, limits, Metrics(), int(time.time()), traces)
-        self.connections = Connections(options)
+        self.connections: set[Connection] = set()
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None
 
@@ -236,7 +229,8 @@ class Server:
         await runner.setup()
         self._runner = runner
         try:
-            self._socket = await self._listening(partial(Connection, runner.server, self.connections, loop))
+            connection = partial(Connection, runner.server, self.options, self.connections, loop)
+            self._socket = await self._listening(connection)
         except OSError as error:
             await runner.cleanup()
             raise KVStoreError(self._why_not(error)) from error

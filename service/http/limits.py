@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -43,33 +42,24 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-@dataclass(slots=True)
-class Connections:
-    options: ServeOptions
-    open: set["Connection"] = field(default_factory=set)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.open) >= self.options.max_connections
-
-
 class Connection(web.RequestHandler):
     """aiohttp's protocol, with a deadline for a request's head and one for a reader that reads nothing.
 
     A head that begins in the packet of the request before has aiohttp's timeout for idle connections. The transport's
     own buffer is empty: writing pauses as soon as the kernel accepts no more (TLS has 64 KiB before it), and resumes
-    when the kernel has accepted everything.
+    when the kernel has accepted everything. connections: those of the server, which this one joins.
     """
 
-    __slots__ = ("_all", "_head_timer", "_is_refused", "_unsent", "_wire", "_write_timer")
+    __slots__ = ("_all", "_head_timer", "_is_refused", "_options", "_unsent", "_wire", "_write_timer")
 
-    def __init__(self, server: web.Server, connections: Connections, loop: asyncio.AbstractEventLoop) -> None:
-        options = connections.options
+    def __init__(
+        self, server: web.Server, options: ServeOptions, connections: set["Connection"], loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(
             server, loop=loop, keepalive_timeout=options.keep_alive_s, access_log=None, lingering_time=LINGER_S,
             auto_decompress=False,
         )  # fmt: skip
-        self._all = connections
+        self._options, self._all = options, connections
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -80,10 +70,10 @@ class Connection(web.RequestHandler):
         transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         transport.set_write_buffer_limits(high=1)  # at 0, TLS pauses without anything to write, and never resumes
         self._wire = transport
-        if self._all.is_full:
+        if len(self._all) >= self._options.max_connections:
             self._refuse(transport)
             return
-        self._all.open.add(self)
+        self._all.add(self)
         super().connection_made(transport)
         self._await_head()
 
@@ -103,7 +93,7 @@ class Connection(web.RequestHandler):
                 timer.cancel()
         self._head_timer = self._write_timer = None
         if not self._is_refused:
-            self._all.open.discard(self)
+            self._all.discard(self)
             super().connection_lost(error)
 
     # -- a head that does not end --------------------------------------------------------------------------------------
@@ -126,7 +116,7 @@ class Connection(web.RequestHandler):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self._loop.call_later(self._all.options.header_timeout_s, self._head_is_late)
+            self._head_timer = self._loop.call_later(self._options.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
         self._head_timer = None
@@ -148,7 +138,7 @@ class Connection(web.RequestHandler):
         """Check after a while whether the reader has read anything."""
         if self._wire is not None:
             self._unsent = self._wire.get_write_buffer_size()
-            self._write_timer = self._loop.call_later(self._all.options.write_timeout_s, self._look)
+            self._write_timer = self._loop.call_later(self._options.write_timeout_s, self._look)
 
     def _look(self) -> None:
         self._write_timer = None

@@ -216,7 +216,7 @@ def check_idle(servers: list[Serving], store: Path) -> None:
     """No count is above zero, and all is well."""
     server = servers[0]
     server.wait_until_idle()
-    server.wait_until(lambda: not server.server.connections.open, "all connections are closed")
+    server.wait_until(lambda: not server.server.connections, "all connections are closed")
     stats = server.request("GET", "/admin/stats", None, ADMIN).json()
     assert stats["requests"]["running"] == stats["requests"]["waiting"] == 0
     assert server.get("/health").json() == {"status": "ok", "reasons": []}
@@ -287,7 +287,7 @@ def talk(server: Serving) -> None:
         assert server.post("/v1/chat/completions", {"messages": [], **SHORT}).status == 400
         assert server.request("DELETE", f"/sessions/{session_id}").status == 200
     server.wait_until_idle()
-    server.wait_until(lambda: not server.server.connections.open)
+    server.wait_until(lambda: not server.server.connections)
 
 
 def test_nothing_grows_with_the_turns(tmp_path, caplog):

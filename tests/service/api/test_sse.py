@@ -134,7 +134,7 @@ def test_a_reader_that_stops_reading_is_dropped_and_holds_little():
         server.wait_until(lambda: len(ends) == 1, "the handler has ended")
         assert ends[0] in ("CancelledError", "ReaderGone")
         server.wait_until_idle()
-        server.wait_until(lambda: not server.server.connections.open, "the connection is gone")
+        server.wait_until(lambda: not server.server.connections, "the connection is gone")
         assert len(read_to_end(raw)) < 4 * 2**20
         raw.close()
 

@@ -125,7 +125,7 @@ def test_a_body_that_ends_too_early_leaves_nothing(server):
     for text in ("Content-Length: 100\n\n{", "Transfer-Encoding: chunked\n\n5\n{"):
         with server.connect() as raw:
             raw.sendall(POST + head(text))
-    server.wait_until(lambda: not server.server.connections.open)
+    server.wait_until(lambda: not server.server.connections)
     server.wait_until_idle()
 
 
@@ -173,7 +173,7 @@ def test_what_is_no_http_gets_an_error_in_our_shape(server, sent):
 
 
 def test_the_number_of_connections_is_capped(server):
-    server.wait_until(lambda: not server.server.connections.open)
+    server.wait_until(lambda: not server.server.connections)
     kept = [server.connect() for _ in range(8)]
     try:
         for raw in kept:
@@ -183,7 +183,7 @@ def test_the_number_of_connections_is_capped(server):
             reply = read_answer(raw)
         assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
         kept.pop().close()
-        server.wait_until(lambda: len(server.server.connections.open) == 7)
+        server.wait_until(lambda: len(server.server.connections) == 7)
         assert server.get("/ready").status == 200
     finally:
         for raw in kept:

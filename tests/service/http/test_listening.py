@@ -84,7 +84,7 @@ def test_a_reader_over_tls_that_takes_nothing_is_dropped(files):
     ):
         raw.sendall(raw_request("GET", "/long"))
         server.wait_until(lambda: server.context.limits.num_open == 1)
-        server.wait_until(lambda: not server.server.connections.open)
+        server.wait_until(lambda: not server.server.connections)
 
 
 def test_a_handshake_that_does_not_end_is_dropped(files):
