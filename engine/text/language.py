@@ -176,60 +176,68 @@ def answer_ids(template: ChatTemplate, choice: Choice) -> Sequence[int]:
 
 
 # -- the text of an answer ---------------------------------------------------------------------------------------------
-class Detokenizer:
-    """Incremental text of one choice; cut before the stop string that is complete first.
+class ChoiceText:
+    """Choice `index` of an output, which it fills; its text is cut before the stop string that is complete first.
 
-    text: everything released so far. stop_string: the stop string that was met (among several that end at the same
-    character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
-    before_stop: see `Choice`.
-    Without a tokenizer all text is "". Special tokens and ids without a token decode to "". The text of the first
-    `min_tokens` tokens is released without a search for stop strings, as is that of a tool call.
+    stop_string: the one that was met (among several that end at the same character, the longest); no more tokens are
+    taken then. Without a tokenizer all text is "". Special tokens and ids without a token decode to "". The text of the
+    first `min_tokens` tokens is released without a search for stop strings, as is that of a tool call.
 
-    parser: is fed with the text that is released, which then shows the special tokens that delimit its parts. events:
-    of that text; whoever takes them empties the list.
+    parser: of this choice alone; is fed with the text that is released, which then shows the special tokens that
+    delimit its parts.
     """
 
     def __init__(
         self,
+        output: RequestOutput,
+        index: int,
+        params: SamplingParams,
         tokenizer: Tokenizer | None,
-        stop: Sequence[str] = (),
-        prompt_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
         parser: AnswerParser | None = None,
     ) -> None:
-        self.text = ""
-        self.events: list[AnswerEvent] = []
+        self.choice = output.choices[index]
+        self.choice.parsed_content = None if parser is None else ""
         self.stop_string: str | None = None
-        self.num_tokens = 0
-        self._parser = parser
-        shown = parser.template.shown_tokens if parser else {}
-        self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids, shown)
-        self._stop = tuple(stop)
-        self._min_tokens = min_tokens
+        self._index, self._params, self._parser = index, params, parser
+        known, shown = tokenizer if params.detokenize else None, parser.template.shown_tokens if parser else {}
+        self._decoder = None if known is None else _Decoder(known, output.prompt_token_ids, shown)
+        self._events: list[AnswerEvent] = []  # of released text
         self._held = ""  # whole characters that may begin a stop string
         # After how many tokens, and characters of their text, no character is unfinished; the first is released.
         self._ends = deque([(0, 0)])
 
-    @property
-    def before_stop(self) -> tuple[int, str]:
-        num_tokens, num_chars = self._ends[0]
-        return num_tokens, self.text[num_chars:]
+    def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
+        """The piece for a new token. finish_reason: why the choice ends with it, unless a stop string ends it."""
+        choice = self.choice
+        choice.token_ids.append(token_id)
+        if choice.logprobs is not None and logprob is not None:
+            choice.logprobs.append(logprob)
+        released = "" if finish_reason == "stop" else self._released(token_id)  # an end token has no text
+        if finish_reason is not None:
+            released += self._rest()
+        if self.stop_string is not None:
+            num_tokens, num_chars = self._ends[0]
+            finish_reason, choice.before_stop = "stop", (num_tokens, choice.text[num_chars:])
+        events = self._new_events(finish_reason)
+        if finish_reason == "stop" and choice.tool_calls:
+            finish_reason = "tool_calls"
+        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,), events)
 
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns newly released text. Tokens after a stop string are not consumed."""
-        start = len(self.text)
-        for token_id in token_ids:
-            if self.stop_string is not None:
-                break
-            self.num_tokens += 1
-            if self._decoder is not None:
-                piece = self._decoder.push(token_id)
-                if self._decoder.is_whole:
-                    self._ends.append((self.num_tokens, len(self.text) + len(self._held) + len(piece)))
-                self._release(self._filter(piece))
-        return self.text[start:]
+    def end(self, finish_reason: str) -> Piece:
+        """Its last piece, if it ends without a token."""
+        return Piece(self._index, self._rest(), (), finish_reason, events=self._new_events(finish_reason))
 
-    def finish(self) -> str:
+    def _released(self, token_id: int) -> str:
+        """The text that a token releases."""
+        if self._decoder is None:
+            return ""
+        piece = self._decoder.push(token_id)
+        if self._decoder.is_whole:
+            num_chars = len(self.choice.text) + len(self._held) + len(piece)
+            self._ends.append((len(self.choice.token_ids), num_chars))
+        return self._release(self._filter(piece))
+
+    def _rest(self) -> str:
         """The rest of the text, with an unfinished character as U+FFFD. "" after a stop string."""
         if self._decoder is None or self.stop_string is not None:
             return ""
@@ -237,17 +245,17 @@ class Detokenizer:
         self._parse(self._held)
         released += self._held
         self._held = ""
-        self._release(released)
-        return released
+        return self._release(released)
 
-    def _release(self, piece: str) -> None:
-        self.text += piece
-        while len(self._ends) > 1 and self._ends[1][1] <= len(self.text):
+    def _release(self, piece: str) -> str:
+        self.choice.text += piece
+        while len(self._ends) > 1 and self._ends[1][1] <= len(self.choice.text):
             self._ends.popleft()
+        return piece
 
     def _filter(self, piece: str) -> str:
         """The part of `_held` and `piece` that can be released; sets stop_string when one is complete."""
-        if not piece or not (self._stop or self._parser):
+        if not piece or not (self._params.stop or self._parser):
             return piece
         text, self._held = self._held + piece, ""
         end, stop = self._search(text)
@@ -261,74 +269,29 @@ class Detokenizer:
 
     def _search(self, text: str) -> tuple[int, str | None]:
         """How much of the text no stop string can begin in, and the stop string that is complete after that."""
+        stops, num_tokens = self._params.stop, len(self.choice.token_ids)
         is_call = self._parser is not None and self._parser.inside_call
-        if not self._stop or is_call or self.num_tokens < self._min_tokens:
+        if not stops or is_call or num_tokens < self._params.min_tokens:
             return len(text), None
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
         if found:  # the one that ends first, however the text was split; among these the longest
             _, start, stop = min(found)
             return start, stop
-        longest = max(len(stop) for stop in self._stop)
+        longest = max(len(stop) for stop in stops)
         for start in range(max(0, len(text) - longest + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stop):
+            if any(stop.startswith(text[start:]) for stop in stops):
                 return start, None
         return len(text), None
 
     def _parse(self, text: str) -> None:
         if self._parser is not None and text:
-            self.events += self._parser.feed(text)
+            self._events += self._parser.feed(text)
 
-
-class ChoiceText:
-    """Choice `index` of an output, which it fills. Without a tokenizer all text is "". parser: of this choice alone."""
-
-    def __init__(
-        self,
-        output: RequestOutput,
-        index: int,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        parser: AnswerParser | None = None,
-    ) -> None:
-        self.choice = output.choices[index]
-        self._index = index
-        known = tokenizer if params.detokenize else None
-        self._parser = parser
-        self.choice.parsed_content = None if parser is None else ""
-        self._text = Detokenizer(known, params.stop, output.prompt_token_ids, params.min_tokens, parser)
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended it."""
-        return self._text.stop_string
-
-    def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
-        """The piece for a new token. finish_reason: why the choice ends with it, unless a stop string ends it."""
-        choice = self.choice
-        choice.token_ids.append(token_id)
-        if choice.logprobs is not None and logprob is not None:
-            choice.logprobs.append(logprob)
-        released = "" if finish_reason == "stop" else self._text.append((token_id,))  # an end token has no text
-        if finish_reason is not None:
-            released += self._text.finish()
-        if self.stop_string is not None:
-            finish_reason, choice.before_stop = "stop", self._text.before_stop
-        events = self._take_in(released, finish_reason)
-        if finish_reason == "stop" and choice.tool_calls:
-            finish_reason = "tool_calls"
-        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,), events)
-
-    def end(self, finish_reason: str) -> Piece:
-        """Its last piece, if it ends without a token."""
-        released = self._text.finish()
-        return Piece(self._index, released, (), finish_reason, events=self._take_in(released, finish_reason))
-
-    def _take_in(self, released: str, finish_reason: str | None) -> tuple[AnswerEvent, ...] | None:
-        """Add released text to the choice; returns its events, None without a parser."""
-        self.choice.text += released
+    def _new_events(self, finish_reason: str | None) -> tuple[AnswerEvent, ...] | None:
+        """Add the events of released text to the choice; None without a parser."""
         if self._parser is None:
             return None
-        events, self._text.events = self._text.events, []
+        events, self._events = self._events, []
         if finish_reason is not None:
             events += self._parser.finish(finish_reason)
         named = tuple(map(_with_id, events))

@@ -8,17 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, TextDelta, ToolCall, ToolCallEvent, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, ToolCall, ToolCallEvent, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
-from kvstore.engine.text.language import (
-    MAX_UNFINISHED,
-    MAX_WINDOW_TOKENS,
-    REPLACEMENT,
-    ChoiceText,
-    Detokenizer,
-    answer_ids,
-)
+from kvstore.engine.text.language import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, answer_ids
 from kvstore.engine.text.response_template import ResponseTemplate
 
 SENTENCES = [
@@ -74,8 +67,22 @@ def byte_ids(tokenizer, data):
     return [tokenizer.token_to_id(chr(byte if byte in kept else 256 + moved.index(byte))) for byte in data]
 
 
-def pieces_of(detokenizer, token_ids):
-    return [detokenizer.append([token_id]) for token_id in token_ids] + [detokenizer.finish()]
+def choice_text(tokenizer, stop=(), prompt_token_ids=(), parser=None):
+    output = RequestOutput("", list(prompt_token_ids), [Choice()], Usage(0, 0, CachedTokensDetails()), None)
+    return ChoiceText(output, 0, SamplingParams(stop=stop), tokenizer, parser)
+
+
+def append(text, token_ids):
+    """What these tokens release, up to a stop string."""
+    return "".join(text.add_token(token_id, None, None).text for token_id in token_ids if text.stop_string is None)
+
+
+def finish(text):
+    return "" if text.stop_string is not None else text.end("stop").text
+
+
+def pieces_of(text, token_ids):
+    return [append(text, [token_id]) for token_id in token_ids] + [finish(text)]
 
 
 def cut_at_stop(text, stop):
@@ -96,11 +103,11 @@ def cut_at_stop(text, stop):
 @given(text=TEXTS)
 def test_pieces_of_real_text_add_up_and_hold_whole_characters(tokenizer, text):
     ids = tokenizer.encode(text).ids
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = choice_text(tokenizer)
     pieces = pieces_of(detokenizer, ids)
-    assert "".join(pieces) == detokenizer.text == tokenizer.decode(ids)
-    assert detokenizer.text.count(REPLACEMENT) == text.count(REPLACEMENT)
-    assert detokenizer.num_tokens == len(ids)
+    assert "".join(pieces) == detokenizer.choice.text == tokenizer.decode(ids)
+    assert detokenizer.choice.text.count(REPLACEMENT) == text.count(REPLACEMENT)
+    assert len(detokenizer.choice.token_ids) == len(ids)
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -109,7 +116,7 @@ def test_pieces_of_real_text_add_up_and_hold_whole_characters(tokenizer, text):
     | st.binary(max_size=80).map(lambda data: byte_ids(BYTE_LEVEL, data))
 )
 def test_pieces_of_any_byte_level_ids_add_up(ids):
-    assert "".join(pieces_of(Detokenizer(BYTE_LEVEL), ids)) == BYTE_LEVEL.decode(ids)
+    assert "".join(pieces_of(choice_text(BYTE_LEVEL), ids)) == BYTE_LEVEL.decode(ids)
 
 
 WELL_FORMED = st.lists(
@@ -124,19 +131,19 @@ WELL_FORMED = st.lists(
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(ids=WELL_FORMED, end=st.sampled_from(["", "e4", "e4b8", "f09f99"]))
 def test_pieces_of_byte_fallback_ids_add_up(ids, end):
-    detokenizer = Detokenizer(BYTE_FALLBACK)
-    released = "".join(detokenizer.append([token_id]) for token_id in ids)
+    detokenizer = choice_text(BYTE_FALLBACK)
+    released = "".join(append(detokenizer, [token_id]) for token_id in ids)
     expected = BYTE_FALLBACK.decode(ids)
     # Decoding an unfinished character together with whole ones makes all of them U+FFFD; ours stay whole.
     cut = bytes.fromhex(end)
-    assert detokenizer.append(byte_ids(BYTE_FALLBACK, cut)) == ""
-    assert released + detokenizer.finish() == expected + REPLACEMENT * len(cut) == detokenizer.text
+    assert append(detokenizer, byte_ids(BYTE_FALLBACK, cut)) == ""
+    assert released + finish(detokenizer) == expected + REPLACEMENT * len(cut) == detokenizer.choice.text
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(ids=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=60))
 def test_any_byte_fallback_ids_keep_all_that_is_not_a_byte(ids):
-    detokenizer = Detokenizer(BYTE_FALLBACK)
+    detokenizer = choice_text(BYTE_FALLBACK)
     text = "".join(pieces_of(detokenizer, ids))
     plain = [char for char in BYTE_FALLBACK.decode([t for t in ids if t >= 259]) if char != " "]
     rest = iter(text)
@@ -148,18 +155,18 @@ def test_any_byte_fallback_ids_keep_all_that_is_not_a_byte(ids):
 @given(prompt=TEXTS.filter(lambda text: not text.endswith(REPLACEMENT)), answer=TEXTS)
 def test_the_first_token_is_decoded_in_the_context_of_the_prompt(tokenizer, prompt, answer):
     prompt_ids, ids = tokenizer.encode("x" + prompt).ids, tokenizer.encode(answer).ids
-    detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt_ids)
+    detokenizer = choice_text(tokenizer, prompt_token_ids=prompt_ids)
     text = "".join(pieces_of(detokenizer, ids))
     assert text == tokenizer.decode(prompt_ids + ids)[len(tokenizer.decode(prompt_ids)) :]
 
 
 def test_leading_space():
     ids = BYTE_FALLBACK.encode("a lo").ids
-    assert pieces_of(Detokenizer(BYTE_FALLBACK), ids) == ["a", " lo", ""]
-    assert pieces_of(Detokenizer(BYTE_FALLBACK, prompt_token_ids=ids), ids) == [" a", " lo", ""]
-    assert pieces_of(Detokenizer(BYTE_FALLBACK, prompt_token_ids=[1, 2]), ids) == ["a", " lo", ""]
+    assert pieces_of(choice_text(BYTE_FALLBACK), ids) == ["a", " lo", ""]
+    assert pieces_of(choice_text(BYTE_FALLBACK, prompt_token_ids=ids), ids) == [" a", " lo", ""]
+    assert pieces_of(choice_text(BYTE_FALLBACK, prompt_token_ids=[1, 2]), ids) == ["a", " lo", ""]
     only_bytes = byte_ids(BYTE_FALLBACK, "é é ".encode()) + ids
-    assert Detokenizer(BYTE_FALLBACK).append(only_bytes) == "é é  a lo"
+    assert append(choice_text(BYTE_FALLBACK), only_bytes) == "é é  a lo"
 
 
 # --- whole characters, and no waiting for ever ---
@@ -168,25 +175,25 @@ def test_leading_space():
 @BOTH
 def test_an_unfinished_character_is_released_at_the_end_as_the_tokenizer_has_it(tokenizer):
     ids = tokenizer.encode("🥨").ids[:-1]
-    detokenizer = Detokenizer(tokenizer)
-    assert detokenizer.append(ids) == ""
-    assert detokenizer.finish() == detokenizer.text == tokenizer.decode(ids) != ""
-    assert detokenizer.finish() == ""
+    detokenizer = choice_text(tokenizer)
+    assert append(detokenizer, ids) == ""
+    assert finish(detokenizer) == detokenizer.choice.text == tokenizer.decode(ids) != ""
+    assert finish(detokenizer) == ""
 
 
 @pytest.mark.parametrize("byte", [0xE4, 0xFF, 0xBF])
 @BOTH
 def test_bytes_that_never_complete_are_not_waited_for(tokenizer, byte):
     token_id = byte_ids(tokenizer, [byte])[0]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = choice_text(tokenizer)
     for count in range(1, 200):
-        detokenizer.append([token_id])
-        assert len(detokenizer.text) >= count - MAX_UNFINISHED
+        append(detokenizer, [token_id])
+        assert len(detokenizer.choice.text) >= count - MAX_UNFINISHED
         assert len(detokenizer._decoder._window) <= MAX_WINDOW_TOKENS
-    detokenizer.append(tokenizer.encode("🙂 a").ids)
-    detokenizer.finish()
-    assert detokenizer.text.startswith(REPLACEMENT * 199)
-    assert detokenizer.text.endswith(" a")
+    append(detokenizer, tokenizer.encode("🙂 a").ids)
+    finish(detokenizer)
+    assert detokenizer.choice.text.startswith(REPLACEMENT * 199)
+    assert detokenizer.choice.text.endswith(" a")
 
 
 def test_tokens_that_begin_and_end_within_characters():
@@ -194,7 +201,7 @@ def test_tokens_that_begin_and_end_within_characters():
     tokenizer = Tokenizer(models.BPE(vocab={"ð": 0, "ŁĻĤð": 1, "a": 2}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     ids = [0] + [1] * 100
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = choice_text(tokenizer)
     pieces = pieces_of(detokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids) == "\U0001f642" * 100 + REPLACEMENT
     assert pieces == ["", *["\U0001f642"] * 100, REPLACEMENT]
@@ -202,18 +209,18 @@ def test_tokens_that_begin_and_end_within_characters():
 
 @BOTH
 def test_silent_tokens_are_counted_and_do_not_pile_up(tokenizer):
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = choice_text(tokenizer)
     special = tokenizer.token_to_id("<eos>" if tokenizer is BYTE_LEVEL else "</s>")
-    assert detokenizer.append([special, 99_999] * 500) == ""
-    assert detokenizer.num_tokens == 1000
+    assert append(detokenizer, [special, 99_999] * 500) == ""
+    assert len(detokenizer.choice.token_ids) == 1000
     assert len(detokenizer._decoder._window) == 0
-    assert detokenizer.append(tokenizer.encode("a").ids) == "a"
+    assert append(detokenizer, tokenizer.encode("a").ids) == "a"
 
 
 def test_without_a_tokenizer_there_is_no_text():
-    detokenizer = Detokenizer(None, stop=["a"])
-    assert detokenizer.append([1, 2, 3]) == detokenizer.finish() == detokenizer.text == ""
-    assert detokenizer.num_tokens == 3
+    detokenizer = choice_text(None, stop=["a"])
+    assert append(detokenizer, [1, 2, 3]) == finish(detokenizer) == detokenizer.choice.text == ""
+    assert len(detokenizer.choice.token_ids) == 3
     assert detokenizer.stop_string is None
 
 
@@ -231,41 +238,41 @@ STOPS = st.lists(st.text(st.sampled_from("abl o世🙂"), min_size=1, max_size=4
 def test_text_is_cut_at_the_stop_string_that_ends_first(tokenizer, text, stop, sizes):
     ids = tokenizer.encode(text).ids
     expected, met = cut_at_stop(tokenizer.decode(ids), stop)
-    detokenizer = Detokenizer(tokenizer, stop)
+    detokenizer = choice_text(tokenizer, stop)
     begin = turn = 0
     while begin < len(ids):
-        detokenizer.append(ids[begin : begin + sizes[turn % len(sizes)]])
-        assert expected.startswith(detokenizer.text)
+        append(detokenizer, ids[begin : begin + sizes[turn % len(sizes)]])
+        assert expected.startswith(detokenizer.choice.text)
         begin, turn = begin + sizes[turn % len(sizes)], turn + 1
-    detokenizer.finish()
-    assert (detokenizer.text, detokenizer.stop_string) == (expected, met)
+    finish(detokenizer)
+    assert (detokenizer.choice.text, detokenizer.stop_string) == (expected, met)
     if met is None:
-        assert detokenizer.num_tokens == len(ids)
+        assert len(detokenizer.choice.token_ids) == len(ids)
     else:
-        consumed = detokenizer.num_tokens
+        consumed = len(detokenizer.choice.token_ids)
         assert cut_at_stop(tokenizer.decode(ids[:consumed]), stop)[1] is not None
-        alone = Detokenizer(tokenizer, stop)
-        alone.append(ids[: consumed - 1])
+        alone = choice_text(tokenizer, stop)
+        append(alone, ids[: consumed - 1])
         assert alone.stop_string is None
-        num_tokens, rest = detokenizer.before_stop
+        num_tokens, rest = detokenizer.choice.before_stop
         assert tokenizer.decode(ids[:num_tokens]) + rest == expected
 
 
 def test_held_text_is_released_when_it_turns_out_not_to_be_a_stop_string():
     a, b, lo = (BYTE_FALLBACK.token_to_id(piece) for piece in ("a", "b", "lo"))
-    detokenizer = Detokenizer(BYTE_FALLBACK, stop=["blob"])
-    assert [detokenizer.append([t]) for t in (a, b, lo, a, b, lo)] == ["a", "", "", "bloa", "", ""]
-    assert detokenizer.finish() == "blo"
-    detokenizer = Detokenizer(BYTE_FALLBACK, stop=["blob"])
-    assert [detokenizer.append([t]) for t in (a, b, lo, b, a)] == ["a", "", "", "", ""]
-    assert (detokenizer.text, detokenizer.stop_string, detokenizer.num_tokens) == ("a", "blob", 4)
-    assert detokenizer.finish() == ""
+    detokenizer = choice_text(BYTE_FALLBACK, stop=["blob"])
+    assert [append(detokenizer, [t]) for t in (a, b, lo, a, b, lo)] == ["a", "", "", "bloa", "", ""]
+    assert finish(detokenizer) == "blo"
+    detokenizer = choice_text(BYTE_FALLBACK, stop=["blob"])
+    assert [append(detokenizer, [t]) for t in (a, b, lo, b, a)] == ["a", "", "", "", ""]
+    assert (detokenizer.choice.text, detokenizer.stop_string, len(detokenizer.choice.token_ids)) == ("a", "blob", 4)
+    assert finish(detokenizer) == ""
 
 
 def test_a_stop_string_that_is_complete_only_with_the_unfinished_character():
-    detokenizer = Detokenizer(BYTE_FALLBACK, stop=[REPLACEMENT])
-    assert detokenizer.append([BYTE_FALLBACK.token_to_id("a"), *byte_ids(BYTE_FALLBACK, [0xE4])]) == "a"
-    assert detokenizer.finish() == ""
+    detokenizer = choice_text(BYTE_FALLBACK, stop=[REPLACEMENT])
+    assert append(detokenizer, [BYTE_FALLBACK.token_to_id("a"), *byte_ids(BYTE_FALLBACK, [0xE4])]) == "a"
+    assert finish(detokenizer) == ""
     assert detokenizer.stop_string == REPLACEMENT
 
 
@@ -300,21 +307,18 @@ WHOLE = ToolCallEvent("whole", 0, "f", '{"a": "x\\n\\ny"}')
     ("Hm", " <", "<x", f"Hm{CALL} <", None),
 ])  # fmt: skip
 def test_stop_strings_do_not_count_within_a_call(before, after, stop, said, ended_by):
-    parser = AnswerParser(HERMES, "", TOOLS)
-    detokenizer = Detokenizer(BYTE_LEVEL, [stop], parser=parser)
-    text = detokenizer.append(spoken(BYTE_LEVEL, before + CALL + after)) + detokenizer.finish()
+    detokenizer = choice_text(BYTE_LEVEL, [stop], parser=AnswerParser(HERMES, "", TOOLS))
+    text = append(detokenizer, spoken(BYTE_LEVEL, before + CALL + after)) + finish(detokenizer)
     assert (text, detokenizer.stop_string) == (said, ended_by)
-    events = detokenizer.events + parser.finish("stop")
-    assert [event for event in events if getattr(event, "state", "") == "whole"] == [WHOLE] * ("<tool_call>" in said)
-    content = "".join(event.text for event in events if isinstance(event, TextDelta))
-    assert content.split() == said.replace(CALL, "\n").split()
+    choice = detokenizer.choice
+    assert [call.arguments for call in choice.tool_calls] == [WHOLE.arguments] * ("<tool_call>" in said)
+    assert choice.content.split() == said.replace(CALL, "\n").split()
 
 
 def test_a_stop_string_that_begins_before_a_call_and_may_go_on_within_it_does_not_hold_it_back():
-    parser = AnswerParser(HERMES, "", TOOLS)
-    detokenizer = Detokenizer(BYTE_LEVEL, ["<tool_call>{x"], parser=parser)
-    assert detokenizer.append(spoken(BYTE_LEVEL, CALL)) + detokenizer.finish() == CALL
-    assert WHOLE in detokenizer.events
+    detokenizer = choice_text(BYTE_LEVEL, ["<tool_call>{x"], parser=AnswerParser(HERMES, "", TOOLS))
+    assert append(detokenizer, spoken(BYTE_LEVEL, CALL)) + finish(detokenizer) == CALL
+    assert [call.arguments for call in detokenizer.choice.tool_calls] == [WHOLE.arguments]
 
 
 @BOTH
@@ -326,12 +330,12 @@ def test_special_tokens_that_delimit_have_a_text_for_the_parser_alone(tokenizer)
     ids = [i for word in words for i in spoken(tokenizer, word)]
     shown = {tokenizer.token_to_id(token): token for token in ("<tool_call>", "</tool_call>")}
     parser = AnswerParser(replace(HERMES, shown_tokens=shown), "", TOOLS)
-    seen = Detokenizer(tokenizer, parser=parser, prompt_token_ids=spoken(tokenizer, "a"))
-    text = seen.append(ids) + seen.finish()
+    seen = choice_text(tokenizer, parser=parser, prompt_token_ids=spoken(tokenizer, "a"))
+    text = append(seen, ids) + finish(seen)
     assert "<tool_call>" in text
     assert "</tool_call>" in text
-    unseen = Detokenizer(tokenizer, prompt_token_ids=spoken(tokenizer, "a"))
-    assert text.replace("<tool_call>", "").replace("</tool_call>", "") == unseen.append(ids) + unseen.finish()
+    unseen = choice_text(tokenizer, prompt_token_ids=spoken(tokenizer, "a"))
+    assert text.replace("<tool_call>", "").replace("</tool_call>", "") == append(unseen, ids) + finish(unseen)
 
 
 @BOTH
@@ -341,8 +345,7 @@ def test_an_answer_cut_by_a_stop_string_keeps_the_tokens_that_delimit_its_parts(
     tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
     shown = {tokenizer.token_to_id(token): token for token in ("<tool_call>", "</tool_call>")}
     parser = AnswerParser(replace(HERMES, shown_tokens=shown), "", TOOLS) if parsed else None
-    output = RequestOutput("", [], [Choice()], Usage(0, 0, CachedTokensDetails()), None)
-    text = ChoiceText(output, 0, SamplingParams(stop=["lob"]), tokenizer, parser)
+    text = choice_text(tokenizer, ["lob"], parser=parser)
     kept = [i for word in ("<tool_call>", " f", "</tool_call>", " b") for i in spoken(tokenizer, word)]
     said = [*kept, *spoken(tokenizer, "alob")]
     pieces = [text.add_token(token_id, None, None) for token_id in said]
@@ -355,13 +358,12 @@ def test_an_answer_cut_by_a_stop_string_keeps_the_tokens_that_delimit_its_parts(
 
 def test_pieces_bring_the_events_of_their_text():
     ids = spoken(BYTE_LEVEL, f"Hm{CALL}")
-    output = RequestOutput("", [], [Choice()], Usage(0, 0, CachedTokensDetails()), None)
-    choice = ChoiceText(output, 0, SamplingParams(), BYTE_LEVEL, AnswerParser(HERMES, "", TOOLS))
+    choice = choice_text(BYTE_LEVEL, parser=AnswerParser(HERMES, "", TOOLS))
     pieces = [choice.add_token(token_id, None, None) for token_id in ids]
     begun, whole = [event for piece in pieces for event in piece.events][-2:]
     assert (begun, replace(whole, id="")) == (ToolCallEvent("begun", 0), WHOLE) and whole.id.startswith("call_")
     assert choice.choice.tool_calls == [ToolCall(whole.id, "f", WHOLE.arguments)] and choice.choice.content == "Hm"
-    cut = ChoiceText(output, 0, SamplingParams(), BYTE_LEVEL, AnswerParser(HERMES, "", TOOLS))
+    cut = choice_text(BYTE_LEVEL, parser=AnswerParser(HERMES, "", TOOLS))
     pieces = [cut.add_token(token_id, None, None) for token_id in ids[:-5]]
     last = cut.end("abort")
     assert [event.state for event in last.events] == ["cut"]
