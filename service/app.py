@@ -21,9 +21,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 def make_app(context: Context, routes: Sequence[Route] = ROUTES) -> web.Application:
-    app = web.Application(
-        middlewares=[observe, answer_errors, guard], client_max_size=context.options.max_body_bytes + 1
-    )
+    app = web.Application(middlewares=[observe, answer_errors, guard])
     app[CONTEXT] = context
     for route in routes:
         handler = partial(route.handler)

@@ -158,8 +158,6 @@ def _http_error(error: web.HTTPException) -> ApiError:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not possible here; use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return ApiError(413, "the body is too large", code="body_too_large")
     if error.status >= 500:
         return ApiError(error.status, "internal error", type="server_error", code="internal_error")
     return ApiError(error.status, error.reason, code="bad_request")
