@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -166,7 +166,7 @@ def check_length(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
     if num_chars <= USUAL_CHARS * limit:
         return
     least = 0
-    for part in _parts(texts):
+    for part in (text[start : start + PART_CHARS] for text in texts for start in range(0, len(text), PART_CHARS)):
         ids = tokenizer.backend_tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
         least += max(0, len(ids) - SEAM_TOKENS)
         _check_least(num_chars, least, limit)
@@ -179,12 +179,6 @@ def _check_least(num_chars: int, least: int, limit: int) -> None:
             least,
             limit,
         )
-
-
-def _parts(texts: Sequence[str]) -> Iterator[str]:
-    for text in texts:
-        for start in range(0, len(text), PART_CHARS):
-            yield text[start : start + PART_CHARS]
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:

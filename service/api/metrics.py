@@ -299,11 +299,11 @@ def _sessions(sessions: Stats) -> Iterator[Metric]:
 class RecentStats:
     """The counters of one engine. Used in the server's event loop only.
 
-    stuck_s: longer than any step takes; failing_s: for so long a failure is told, unless something is stored sooner.
+    failing_s: for so long a failure is told, unless something is stored sooner.
     """
 
-    def __init__(self, engine: AsyncEngine, stuck_s: float = STUCK_S, failing_s: float = FAILING_S) -> None:
-        self._engine, self._stuck_s, self._failing_s = engine, stuck_s, failing_s
+    def __init__(self, engine: AsyncEngine, failing_s: float = FAILING_S) -> None:
+        self._engine, self._failing_s = engine, failing_s
         self._known: dict[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = 0.0  # when the last question was put, on the monotonic clock
@@ -321,7 +321,7 @@ class RecentStats:
     def is_stuck(self) -> bool:
         """Whether a query has been open for longer than any step takes."""
         is_open = self._asking is not None and not self._asking.done()
-        return is_open and time.monotonic() > self._asked_s + self._stuck_s
+        return is_open and time.monotonic() > self._asked_s + STUCK_S
 
     @property
     def sessions_fail(self) -> bool:

@@ -309,11 +309,6 @@ def _call_of(call: CallIn, param: str) -> dict[str, Any]:
     return said
 
 
-def text_of(content: str | Sequence[ContentPart], param: str) -> str:
-    text: str = said_content(content, param)["content"]
-    return text
-
-
 def said_content(content: str | Sequence[ContentPart], param: str) -> Message:
     """The content of a message; see `joined`. Raises ApiError 400 that names the path."""
     if isinstance(content, str):

@@ -29,7 +29,6 @@ from kvstore.service.api.schema import (
     check_part,
     said_content,
     seconds_of,
-    text_of,
     usage_object,
 )
 from kvstore.service.http.errors import ApiError, bad_request
@@ -225,7 +224,7 @@ def _system_of(system: str | list[TextBlock] | None) -> tuple[str, str]:
     """The system prompt, and the line with which Claude Code names itself to whoever bills: it is another one in each
     session, and stands before all that sessions share. `cch` in it is another one in each request, and is left out.
     """
-    text_of(system or "", "system")  # refuses blocks that are no text
+    said_content(system or "", "system")  # refuses blocks that are no text
     texts = [system] if isinstance(system, str) else [block.text or "" for block in system or ()]
     lines = list[str]()
     for index, text in enumerate(texts):

@@ -16,6 +16,7 @@ from aiohttp import web
 from msgspec import Meta
 from msgspec.structs import replace
 
+from kvstore.engine.admin import MAX_PIN_S
 from kvstore.engine.outputs import Timings
 from kvstore.engine.sessions.edits import Directives, EditResult, Place, message_id
 from kvstore.engine.text.chat_template import Message
@@ -34,7 +35,6 @@ T = TypeVar("T")
 
 MAX_LISTED = 1000
 DEFAULT_LISTED = 100
-MAX_PIN_S = 30 * 86400
 MAX_TURNS = 2**31
 MAX_TITLE_CHARS = 200
 Title = Annotated[str, Meta(min_length=1, max_length=MAX_TITLE_CHARS)]

@@ -16,7 +16,6 @@ from kvstore.service.api.schema import (
     messages_of,
     parse,
     sampling_params,
-    text_of,
 )
 from kvstore.service.http.errors import ApiError
 
@@ -215,4 +214,4 @@ def test_messages_that_are_not_supported(message, param, code):
 
 
 def test_an_empty_list_of_parts_is_an_empty_text():
-    assert text_of([], "content") == ""
+    assert messages_of([MessageIn("user", [])]) == [{"role": "user", "content": ""}]
