@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, ClassVar
@@ -244,28 +244,22 @@ def _before(engine: Engine, key: SessionKey, number: int | None) -> Before | Non
 async def _opened(
     request: web.Request, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
 ) -> AsyncIterator[Turns]:
-    with renaming(messages="input", tool_call_id="call_id", session_id="conversation", system="instructions"):
-        async with _opening(request, body, wanted, before) as opened:
-            yield opened
-
-
-def _opening(
-    request: web.Request, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
-) -> AbstractAsyncContextManager[Turns]:
     context, exchange = context_of(request), request[EXCHANGE]
-    if body.store is False:
-        messages = [*before.transcript, *wanted.messages] if before is not None else list(wanted.messages)
-        system = before.system if before is not None else wanted.system
-        if system:
-            messages.insert(0, {"role": "system", "content": system})
-        named = name_of(request.headers, body)
-        history = StatelessRequest(
-            wanted.tenant, messages, wanted.params, options=wanted.options, conversation=named, pin_s=wanted.pin_s
-        )
-        return open_stateless(context, exchange, history)
-    if before is None or wanted.create:
-        return open_turn(context, exchange, wanted)
-    return _going_on(context, exchange, wanted, before.parent)
+    with renaming(messages="input", tool_call_id="call_id", session_id="conversation", system="instructions"):
+        if body.store is False:
+            said, system = ([], wanted.system) if before is None else (before.transcript, before.system)
+            messages = [*([{"role": "system", "content": system}] if system else ()), *said, *wanted.messages]
+            history = StatelessRequest(
+                wanted.tenant, messages, wanted.params, options=wanted.options,
+                conversation=name_of(request.headers, body), pin_s=wanted.pin_s,
+            )  # fmt: skip
+            opening = open_stateless(context, exchange, history)
+        elif before is None or wanted.create:
+            opening = open_turn(context, exchange, wanted)
+        else:
+            opening = _going_on(context, exchange, wanted, before.parent)
+        async with opening as opened:
+            yield opened
 
 
 @asynccontextmanager
