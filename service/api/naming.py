@@ -21,21 +21,22 @@ class Naming(msgspec.Struct, kw_only=True):
     prompt_cache_key: Any = None
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A wrong type says nothing."""
     return value if isinstance(value, str) else ""
 
 
 def _id_of(conversation: Any) -> str:
-    return _text(conversation.get("id") if isinstance(conversation, dict) else conversation)
+    return as_text(conversation.get("id") if isinstance(conversation, dict) else conversation)
 
 
 def _session_of_user(metadata: Any) -> str:
     """Of the JSON in `user_id`."""
     try:
-        user = _OBJECT.decode(_text(metadata.get("user_id") if isinstance(metadata, dict) else None))
+        user = _OBJECT.decode(as_text(metadata.get("user_id") if isinstance(metadata, dict) else None))
     except UNREADABLE:
         return ""
-    return _text(user.get("session_id"))
+    return as_text(user.get("session_id"))
 
 
 # The first that is given counts. Headers first; last what several conversations may share.
@@ -44,7 +45,7 @@ HEADERS = (
     "x-amp-thread-id",
 )  # fmt: skip
 FIELDS: dict[str, Callable[[Any], str]] = {
-    "session_id": _text, "conversation": _id_of, "metadata": _session_of_user, "prompt_cache_key": _text,
+    "session_id": as_text, "conversation": _id_of, "metadata": _session_of_user, "prompt_cache_key": as_text,
 }  # fmt: skip
 
 

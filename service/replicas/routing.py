@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.service.api.naming import UNREADABLE, Naming, name_of
+from kvstore.service.api.naming import UNREADABLE, Naming, as_text, name_of
 from kvstore.service.api.openai.responses import RESPONSE_ID
 from kvstore.service.api.openai.responses import ROUTE as RESPONSES
 from kvstore.service.api.sessions.turns import ID_BYTES
@@ -81,7 +81,7 @@ def affinity_of(
         said = None
     if said is None:
         return Affinity(_of_tenant(name_of(headers, Naming()), tenant))
-    session = _text(said.session_id) if path == CHAT else _session_of(_text(said.previous_response_id))
+    session = as_text(said.session_id) if path == CHAT else _session_of(as_text(said.previous_response_id))
     if path in (RESPONSES, COMPACT) and not session:
         session = name_of({}, Naming(conversation=said.conversation))
     if session:
@@ -89,16 +89,12 @@ def affinity_of(
     if path in NEW_ON and said.store is not False and naming_key is not None:
         new = _new_session(path, headers.get("idempotency-key"), tenant, naming_key)
         return Affinity(new, new)
-    return Affinity(_of_tenant(name_of(headers, said) or _text(said.user), tenant) or _opening(said, tenant))
+    return Affinity(_of_tenant(name_of(headers, said) or as_text(said.user), tenant) or _opening(said, tenant))
 
 
 def _of_tenant(name: str, tenant: str) -> str:
     """A digest of a client's name; "" for none."""
     return hashlib.sha256(f"{tenant}\0{name}".encode("utf-8", "surrogatepass")).hexdigest() if name else ""
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _session_of(response_id: str) -> str:
