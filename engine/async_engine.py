@@ -80,8 +80,16 @@ class AsyncChat:
         """Queue a turn for a caller that may end it: `stop` keeps what was said, `aclose` does not. Its result is the
         stored turn; None if nothing was said. said, tools, thinking: see `ChatSession.send`.
         """
-        options = options_of(tools, thinking)
-        return await self._engine.start_turn(self.session, messages_of(said), params, options=options)
+        engine, messages, options = self._engine, messages_of(said), options_of(tools, thinking)
+
+        async def script(turn: Turn[TurnRecord | None]) -> TurnRecord | None:
+            async with held(engine.engine.chats.claims, self.session.key, None, turn) as hold:
+                return await engine.computed(
+                    turn, hold, lambda: self.session, messages, params or SamplingParams(),
+                    lambda _, record, __: record, options=options,
+                )  # fmt: skip
+
+        return await engine.turn(script).begun()
 
     async def send(
         self, said: str | Sequence[Message], params: SamplingParams | None = None, tools: ToolsGiven = (),
@@ -244,25 +252,6 @@ class AsyncEngine:
             await turn.computed(handle)
             handle.raise_error()
             return handle
-
-        return await self.turn(script).begun()
-
-    async def start_turn(
-        self,
-        chat: ChatSession,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        idempotency_key: str | None = None,
-        options: AnswerOptions = NO_OPTIONS,
-    ) -> Turn[TurnRecord | None]:
-        """Queue a turn of a session. Raises as `ChatSession.begin`. Its result is the stored turn, if any."""
-        chosen = params or SamplingParams()
-
-        async def script(turn: Turn[TurnRecord | None]) -> TurnRecord | None:
-            async with held(self.engine.chats.claims, chat.key, idempotency_key, turn) as hold:
-                return await self.computed(
-                    turn, hold, lambda: chat, messages, chosen, lambda _, record, __: record, options=options
-                )
 
         return await self.turn(script).begun()
 

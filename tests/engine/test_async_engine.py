@@ -9,9 +9,8 @@ from unittest import mock
 
 import pytest
 
-from kvstore import AsyncEngine, Engine, SamplingParams
+from kvstore import AsyncChat, AsyncEngine, Engine, SamplingParams
 from kvstore.engine.async_engine import MAX_CALLS
-from kvstore.engine.text.prompts import messages_of
 from kvstore.errors import EngineClosedError, KVStoreError, RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import crawling
@@ -107,8 +106,8 @@ async def test_turns_whose_spans_are_computed_hold_up_nothing_else_and_end_with_
         keys = [SessionKey("", f"span-{number}") for number in range(MAX_CALLS)]
         with before_each_step(engine.engine, may_step.wait):
             chats = [engine.engine.chat(key.session_id) for key in keys]
-            message = messages_of([{"role": "user", "content": parts}])
-            turns = [asyncio.create_task(engine.start_turn(chat, message, GREEDY)) for chat in chats]
+            message = [{"role": "user", "content": parts}]
+            turns = [asyncio.create_task(AsyncChat(engine, chat).start(message, GREEDY)) for chat in chats]
             holds = lambda: list(map(engine.engine.chats.claims.on, keys))  # noqa: E731
             await wait_in_loop(lambda: all(hold is not None and hold.computed for hold in holds()))
             waiting, call = holds(), asyncio.create_task(engine.call(int))
@@ -160,10 +159,6 @@ async def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it(engine)
 
 
 # -- turns -------------------------------------------------------------------------------------------------------------
-def said(text):
-    return [{"role": "user", "content": text}]
-
-
 async def text_of(answer):
     async with answer:
         return "".join([piece.text async for piece in answer])
@@ -171,9 +166,9 @@ async def text_of(answer):
 
 async def test_a_turn_is_stored_before_its_last_piece(engine):
     chat = engine.engine.chat("stored")
-    async with await engine.start_turn(chat, said("My name is Ada."), GREEDY, "key-1") as answer:
+    async with await AsyncChat(engine, chat).start("My name is Ada.", GREEDY) as answer:
         async for piece in answer:
-            stored = engine.engine.sessions.turn_of_request(SessionKey("", "stored"), "key-1")
+            stored = engine.engine.sessions.turn(SessionKey("", "stored"), 1)
             assert (stored is None) == (piece.finish_reason is None)
     assert await answer.result() == stored and chat.num_turns == 1
     assert stored.messages[-1] == {"role": "assistant", "content": answer.output.text}
@@ -183,12 +178,12 @@ async def test_a_turn_is_stored_before_its_last_piece(engine):
 async def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(engine, num_pieces):
     chat = engine.engine.chat(f"left-{num_pieces}")
     with crawling(engine.engine):
-        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
+        async with await AsyncChat(engine, chat).start("Hello", LONG) as answer:
             for _ in range(num_pieces):
                 await anext(answer)
         assert chat.num_turns == 0 and chat.chats.claims.on(chat.key) is None and await answer.result() is None
 
-        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
+        async with await AsyncChat(engine, chat).start("Hello", LONG) as answer:
             await anext(answer)
             await answer.stop()
             pieces = [piece async for piece in answer]
@@ -205,15 +200,15 @@ async def test_a_first_turn_may_bring_the_history(engine):
     ]
 
     chat = engine.engine.chat("history")
-    await text_of(await engine.start_turn(chat, history, GREEDY))
+    await text_of(await AsyncChat(engine, chat).start(history, GREEDY))
     assert chat.messages[:4] == history and chat.num_turns == 1
     again = engine.engine.sessions.load(SessionKey("", "history"))
     assert again.messages == chat.messages and again.token_ids == chat.token_ids
-    answer = await engine.start_turn(chat, said("And again?"), GREEDY)
+    answer = await AsyncChat(engine, chat).start("And again?", GREEDY)
     await text_of(answer)
     assert answer.output.usage.cached_tokens >= len(again.token_ids) // 16 * 16 - 16
     with pytest.raises(RequestError, match="one user message"):
-        await engine.start_turn(chat, history, GREEDY)
+        await AsyncChat(engine, chat).start(history, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +216,12 @@ async def test_a_first_turn_may_bring_the_history(engine):
 )
 async def test_other_orders_of_roles_are_refused(engine, roles):
     messages = [{"role": role, "content": "x"} for role in roles]
-    with pytest.raises(RequestError, match="messages must end with"):
-        await engine.start_turn(engine.engine.chat("roles"), messages, GREEDY)
+    with pytest.raises(RequestError, match=r"messages must end with|give a text, or a list of messages"):
+        await AsyncChat(engine, engine.engine.chat("roles")).start(messages, GREEDY)
 
 
 async def test_times_of_a_request_add_up_and_are_stored_with_its_turn(engine):
-    answer = await engine.start_turn(engine.engine.chat("times"), said("Hello"), GREEDY)
+    answer = await AsyncChat(engine, engine.engine.chat("times")).start("Hello", GREEDY)
     await text_of(answer)
     times = answer.output.timings
     assert times.ttft_s == answer.output.ttft_s > 0 and times.decode_s > 0
@@ -239,7 +234,7 @@ async def test_times_of_a_request_add_up_and_are_stored_with_its_turn(engine):
 async def test_a_turn_has_one_answer_and_that_is_kept_as_text(engine):
     for params in (SamplingParams(n=2), SamplingParams(detokenize=False)):
         with pytest.raises(RequestError):
-            await engine.start_turn(engine.engine.chat("kept"), said("Hello"), params)
+            await AsyncChat(engine, engine.engine.chat("kept")).start("Hello", params)
 
 
 async def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_turn_is_not_stored(engine):

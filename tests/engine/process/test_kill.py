@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams, StructuredOutputsParams
+from kvstore import AsyncChat, AsyncEngine, CacheTiers, Engine, SamplingParams, StructuredOutputsParams
 from kvstore.admin.control import ask
 from kvstore.disk import directory as directory_module
 from kvstore.disk.directory import StoreDirectory, read_lock_info
@@ -38,7 +38,7 @@ def tiers(path: Path) -> CacheTiers:
 async def killed_in_the_middle(engine: Engine, front: AsyncEngine) -> list[object]:
     """Streams and a turn run when the process is killed: what each of them got."""
     chat = engine.chat("talk")
-    answer = await front.start_turn(chat, [{"role": "user", "content": "and then?"}], LONG)
+    answer = await AsyncChat(front, chat).start("and then?", LONG)
     first, in_grammar = asyncio.Event(), asyncio.Event()
 
     async def read(prompt):
