@@ -151,7 +151,8 @@ class Usage:
     """Token counts of one request.
 
     cached_tokens is a subset of prompt_tokens, and cache_write_tokens another: those that it computed and handed to the
-    tiers below HBM, which did not have them, in whole blocks. capped_max_tokens: what the window had left for an
+    tiers below HBM, which did not have them, in whole blocks. reasoning_tokens: of completion_tokens, up to where the
+    reasoning of each answer ended. capped_max_tokens: what the window had left for an
     answer, if `max_tokens` was more. miss: only where there was one in a conversation that is known. thinking: whether
     the prompt has the reasoning of earlier answers, "kept" or "dropped"; None if there was none.
     """
@@ -163,6 +164,7 @@ class Usage:
     miss: Miss | None = None
     thinking: str | None = None
     cache_write_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -177,7 +179,7 @@ def sum_usage(usages: Sequence[Usage]) -> Usage:
         min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None),
         next((usage.miss for usage in usages if usage.miss is not None), None),
         next((usage.thinking for usage in usages if usage.thinking is not None), None),
-        sum(usage.cache_write_tokens for usage in usages),
+        sum(usage.cache_write_tokens for usage in usages), sum(usage.reasoning_tokens for usage in usages),
     )  # fmt: skip
 
 
@@ -255,6 +257,7 @@ class Choice:
     logprobs: list[TokenLogprob] | None = None
     parsed_content: str | None = None
     reasoning: str = ""
+    reasoning_tokens: int = 0
     tool_calls: list[ToolCall] = field(default_factory=list)
     cut_call: ToolCall | None = None
     before_stop: tuple[int, str] = (0, "")
@@ -264,6 +267,7 @@ class Choice:
         if isinstance(event, TextDelta):
             if event.kind == "reasoning":
                 self.reasoning += event.text
+                self.reasoning_tokens = len(self.token_ids)
             else:
                 self.parsed_content = (self.parsed_content or "") + event.text
         elif event.state == "whole":

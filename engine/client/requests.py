@@ -179,7 +179,7 @@ class _Running:
         num_written = min(ended.num_saved_tokens, num_prompt - ended.cached.total)
         output.usage = replace(
             output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached,
-            cache_write_tokens=num_written,
+            cache_write_tokens=num_written, reasoning_tokens=sum(choice.reasoning_tokens for choice in output.choices),
         )  # fmt: skip
         # The core may have computed blocks beyond a stop string; they are built on those that are named.
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // self._block_size])

@@ -477,6 +477,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
         "cache_write_tokens": usage.cache_write_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
         **asdict(usage.cached_tokens_details),
     }
 
@@ -489,6 +490,7 @@ def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:
     usage = Usage(
         counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details, counts.get("capped_max_tokens"),
         None if turn.miss is None else Miss(**turn.miss), thinking, counts.get("cache_write_tokens", 0),
+        counts.get("reasoning_tokens", 0),
     )  # fmt: skip
     times = [counts.get(f"{name[:-2]}_us") for name in Timings.__annotations__]
     return usage, Timings(*(None if us is None else us / 1e6 for us in times))

@@ -442,15 +442,22 @@ class PromptTokensDetails(msgspec.Struct):
     thinking: str | UnsetType = UNSET
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """reasoning_tokens: see `Usage`."""
+
+    reasoning_tokens: int
+
+
 class UsageObject(msgspec.Struct, omit_defaults=True):
-    """capped_max_tokens: only where the request's max_tokens was more than the window had left, which is this; of
-    several prompts that of the longest.
+    """completion_tokens_details: only where the model reasoned. capped_max_tokens: only where the request's max_tokens
+    was more than the window had left, which is this; of several prompts that of the longest.
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
     capped_max_tokens: int | None = None
 
 
@@ -470,4 +477,7 @@ def usage_object(usage: Usage) -> UsageObject:
     of_prompt = PromptTokensDetails(
         details.total, details, usage.cache_write_tokens, usage.miss or UNSET, usage.thinking or UNSET
     )
-    return UsageObject(usage.prompt_tokens, usage.completion_tokens, total, of_prompt, usage.capped_max_tokens)
+    of_answer = CompletionTokensDetails(usage.reasoning_tokens) if usage.reasoning_tokens else None
+    return UsageObject(
+        usage.prompt_tokens, usage.completion_tokens, total, of_prompt, of_answer, usage.capped_max_tokens
+    )

@@ -22,6 +22,7 @@ from kvstore.service.api.naming import Naming, name_of
 from kvstore.service.api.schema import (
     AppliedEdits,
     Breakpoint,
+    CompletionTokensDetails,
     ContentPart,
     MessageIn,
     PromptTokensDetails,
@@ -214,17 +215,13 @@ class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_c
 OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
 class ResponseUsage(msgspec.Struct, omit_defaults=True):
     """capped_max_tokens: see `UsageObject`."""
 
     input_tokens: int
     input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
     capped_max_tokens: int | None = None
 
@@ -325,9 +322,9 @@ class ResponseDeleted(msgspec.Struct):
 
 
 def usage_of(result: TurnResult) -> ResponseUsage:
-    usage = usage_object(result.usage)
+    usage, of_answer = usage_object(result.usage), CompletionTokensDetails(result.usage.reasoning_tokens)
     return ResponseUsage(
-        usage.prompt_tokens, usage.prompt_tokens_details, usage.completion_tokens, OutputTokensDetails(),
+        usage.prompt_tokens, usage.prompt_tokens_details, usage.completion_tokens, of_answer,
         usage.total_tokens, usage.capped_max_tokens,
     )  # fmt: skip
 

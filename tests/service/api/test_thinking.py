@@ -41,6 +41,12 @@ def num_prompt(path, answer) -> int:
     return answer["usage"]["input_tokens" if path == RESPONSES else "prompt_tokens"]
 
 
+def token_counts(path, answer):
+    """Of the reasoning and of the whole answer."""
+    usage, name = answer["usage"], "output" if path == RESPONSES else "completion"
+    return usage[f"{name}_tokens_details"]["reasoning_tokens"], usage[f"{name}_tokens"]
+
+
 # -- where it is -------------------------------------------------------------------------------------------------------
 def thought(path, **more):
     return asked(path, **{**THOUGHT, "max_output_tokens": THOUGHT["max_tokens"], "ignore_eos": False, **more})
@@ -75,11 +81,13 @@ def test_an_answer_has_its_reasoning_apart(server, path):
     assert re.fullmatch("[a-d]{40}", reasoning) and content in ("yes", "no")
     said = [event for event in events if event != "[DONE]"]
     assert streamed_parts(path, said) == (reasoning, content, ["reasoning", "content"])
+    num_reasoned, num_said = token_counts(path, whole)
+    assert 10 <= num_reasoned < num_said
     if path == RESPONSES:
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
         assert parts_of(path, said[-1]["response"]) == (reasoning, content)
         shown = server.get(f"{RESPONSES}/{whole['id']}").json()
-        assert parts_of(path, shown) == (reasoning, content)
+        assert parts_of(path, shown) == (reasoning, content) and token_counts(path, shown) == (num_reasoned, num_said)
         items = [event for event in said if event["type"].startswith("response.output_item")]
         assert [event["output_index"] for event in items] == [0, 1, 0, 1]
 
@@ -90,7 +98,7 @@ def test_an_answer_that_is_cut_off_while_it_thinks_has_no_content(server, path):
         whole = server.post(path, thought(path, max_tokens=9, max_output_tokens=9)).json()
         events = server.post(path, thought(path, max_tokens=9, max_output_tokens=9, stream=True)).events()
     reasoning, content = parts_of(path, whole)
-    assert re.fullmatch("[a-d]+", reasoning) and not content
+    assert re.fullmatch("[a-d]+", reasoning) and not content and token_counts(path, whole) == (9, 9)
     assert streamed_parts(path, [event for event in events if event != "[DONE]"]) == (reasoning, "", ["reasoning"])
     if path == RESPONSES:
         assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
