@@ -203,6 +203,8 @@ class TerminalChat:
             return
         num_turns = sum(message["role"] == "user" for message in said)
         self._dim(f"resuming {self._session.session_id} after {counted(num_turns, 'turn')}")
+        if self._options.system not in (None, self._system):
+            print("kvstore: a session keeps its system prompt; --system is for a new one", file=sys.stderr)
         for message in said[-2:]:
             text = printable(message["content"])
             end = " [...]" if len(text) > MAX_SHOWN_CHARS else ""

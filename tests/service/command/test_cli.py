@@ -307,6 +307,15 @@ def test_a_resumed_conversation_shows_where_it_was(run):
     assert "after 1 turn\n" in out and "x [...]\n" in out and len(out) < 2500
 
 
+def test_a_system_prompt_for_a_conversation_that_has_another_is_told_of(run):
+    FakeEngine.stored = {"s": [{"role": "system", "content": "be brief"}, *exchange(1)], "t": exchange(1)}
+    told = "keeps its system prompt"
+    assert told in run("chat", "--session", "s", "--system", "be long")[2]
+    assert told in run("chat", "--session", "t", "--system", "be long")[2]
+    for more in (["s", "--system", "be brief"], ["s"], ["new", "--system", "be long"]):
+        assert told not in run("chat", "--session", *more)[2]
+
+
 def test_a_new_conversation_takes_an_id_without_turns(run):
     FakeEngine.stored = {"s-2": exchange(1), "s-3": exchange(2)}
     _, out, _ = run("chat", "--session", "s", lines=["a", "/new", "b"])
