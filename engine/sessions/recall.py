@@ -287,13 +287,14 @@ class Recall:
         return Earlier(conversation=Keys(self._client.facts.root(tenant), cache_salt, conversation).conversation)
 
     def prompt_ids(
-        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS
-    ) -> list[int]:
+        self, tenant: str, cache_salt: str, messages: list[Message], options: AnswerOptions = NO_OPTIONS,
+        continues: bool = False,
+    ) -> list[int]:  # fmt: skip
         """The ids of a history, with those of the answers in it that are known, and stand-ins around spans.
 
         Raises RequestError when the template refuses.
         """
-        return self._prompt(Keys(self._client.facts.root(tenant), cache_salt), messages, options)[0]
+        return self._prompt(Keys(self._client.facts.root(tenant), cache_salt), messages, options, continues)[0]
 
     def _prompt(
         self, keys: Keys, messages: list[Message], options: AnswerOptions, continues: bool = False

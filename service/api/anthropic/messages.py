@@ -137,12 +137,13 @@ async def count_tokens(request: web.Request) -> web.Response:
     context, body, said = await _asked(request)
     tenant, options = tenant_of(request), body.options
     num_chars = check_tokenized(num_chars_of(said), "messages")
+    continues = said[-1]["role"] == "assistant" and "tool_calls" not in said[-1]
 
     def counted() -> web.Response:
         shown, _ = cleared_history(context, said, options)
 
         def count(told: list[Message]) -> int:
-            ids = context.recall.prompt_ids(tenant, body.cache_salt or "", told, options)
+            ids = context.recall.prompt_ids(tenant, body.cache_salt or "", told, options, continues)
             return len(without_marks(ids)[0])
 
         original = UNSET if body.context_management is None else schema.OriginalCount(count(said))

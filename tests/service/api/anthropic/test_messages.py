@@ -183,6 +183,9 @@ def test_count_tokens_is_the_prompt(client):
     asked = {"model": MODEL, "system": "Be kind.", "messages": said("What is the weather?"), "tools": OURS}
     counted = client.messages.count_tokens(**asked)
     assert counted.input_tokens == prompt_tokens(client.messages.create(**asked, max_tokens=1).usage)
+    asked["messages"] += [{"role": "assistant", "content": "It is"}]
+    counted = client.messages.count_tokens(**asked)
+    assert counted.input_tokens == prompt_tokens(client.messages.create(**asked, max_tokens=1).usage), "it goes on"
     long = client.messages.count_tokens(model=MODEL, messages=said("word " * 5000))
     assert long.input_tokens > 5000, "also of what no window holds"
 
