@@ -137,6 +137,11 @@ class ResponsesDialect(Dialect[TurnResult]):
         self.draft.context_management = edits_in(self.options, results[0].applied_edits)
         return schema.completed(self.draft, results[0])
 
+    def error(self, error: ApiError) -> Event:
+        """OpenAI's event, and beside it what its clients raise an error for."""
+        said = error.body().error
+        return self._event("error", code=said.code, message=said.message, param=said.param, error=said)
+
     def _part(self, item_id: str) -> dict[str, Any]:
         return {"item_id": item_id, "output_index": self.opened.index(item_id), "content_index": 0}
 

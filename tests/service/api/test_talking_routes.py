@@ -5,6 +5,7 @@ import json
 import socket
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from tests.support.by_hand import crawling
 from tests.support.faults import before_each_step
@@ -12,7 +13,7 @@ from tests.support.service.serving import raw_request, server_fixture, serving
 from tests.support.service.talking import TALKING_ROUTES as ROUTES
 from tests.support.service.talking import Stream, talking_body
 
-CHAT, COMPLETIONS = ROUTES[1:3]
+CHAT, COMPLETIONS, RESPONSES = ROUTES[1:]
 MESSAGES = "/v1/messages"
 LONG = {"max_tokens": 900, "max_output_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -146,6 +147,9 @@ def test_a_stream_whose_step_fails_ends_in_an_error(server, path):
     with before_each_step(server.engine, fail_later):
         *before, error = [event for event in server.post(path, body).events() if event != "[DONE]"]
     assert error["error"]["code"] == "internal_error"
+    if path == RESPONSES:
+        assert (error["type"], error["sequence_number"]) == ("error", len(before))
+        assert ResponseErrorEvent(**error).code == "internal_error"
     for event in before:
         ends = [choice["finish_reason"] for choice in event.get("choices", ())] + [event.get("finish_reason")]
         assert set(ends) == {None}
