@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss
-from kvstore.engine.client.messages import Core, Forget, Spliced, Submit
+from kvstore.engine.client.messages import Call, Core, Forget, Spliced, Submit
 from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import (
     NO_EARLIER,
@@ -41,6 +41,7 @@ from kvstore.errors import EngineClosedError, EngineDiedError, StoreError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+R = TypeVar("R")
 LOGGER = logging.getLogger("kvstore.engine")
 FORGET_S = 2.0  # to wait for unneeded blocks to be deleted; otherwise they age out
 
@@ -205,7 +206,7 @@ class CoreClient:
 
     def __init__(self, core: Core, tokenizer: Tokenizer | None) -> None:
         self.core = core
-        self.check_open, self.call = core.check_open, core.call
+        self.check_open = core.check_open
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
         self._running: dict[str, _Running] = {}
@@ -229,6 +230,10 @@ class CoreClient:
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
         return bool(self._running)
+
+    def call(self, verb: Call[R]) -> R:
+        """See `Core.call`."""
+        return self.core.call(verb)
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
         """Delete KV that nothing refers to any more, unless the core is gone."""
