@@ -301,7 +301,8 @@ def test_a_process_that_takes_too_long_to_leave_is_killed(begun):
 
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(started_anew):
     one = Child(Start(FOR_EVER_S, {"model": "secret"}))
-    shown = Path(f"/proc/{one.pid}/cmdline").read_bytes()
+    while not (shown := Path(f"/proc/{one.pid}/cmdline").read_bytes()):
+        pass  # it is about to run the program
     one.end(b"leave", 0.0)
     assert shown.endswith(b"\0-m\0kvstore.engine.program\0the engine's process\0")
 
