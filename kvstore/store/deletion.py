@@ -91,7 +91,7 @@ class Deletion:
             named += [piece for one in with_state for piece in state_chain(one, num_blocks, size)]
             what = replace(what, block_ids=frozenset(named))
         in_cpu = self._cpu.select(what, self._block_bytes)
-        found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)}
+        found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)} if self._cpu.keep else {}
         chosen = set(in_cpu)
         for block_id in () if what.dry_run else in_cpu:
             self._cpu.forget(block_id)
