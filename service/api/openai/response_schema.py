@@ -376,7 +376,7 @@ def input_items(name: str, messages: Sequence[Message]) -> list[Any]:
     """A history as items; name: of its session, for their ids."""
     items = list[Any]()
     for index, message in enumerate(messages):
-        item_id = f"{name}_{index}"
+        item_id = f"{name}_i{index}"  # other than those of answers, which have the number of a turn
         if message["role"] == "assistant":
             items += items_of(f"resp_{item_id}", message, "completed")
         elif message["role"] == "tool":

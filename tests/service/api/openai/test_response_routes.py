@@ -58,6 +58,9 @@ def test_input_items_are_the_conversation_up_to_a_response(server, client):
     assert [item.role for item in page if item.type == "message"] == ["user", "assistant", "user"]
     assert [page.data[place].content[0].text for place in (0, 3, 4)] == ["One", first.output_text, "Two"]
     assert (page.data[1].call_id, page.data[2].output) == ("call_1", "Sunny")
+    third = client.responses.create(input="Three", previous_response_id=second.id, tools=FUNCTIONS, **MODEL)
+    ids = {item.id for item in client.responses.input_items.list(third.id, order="asc")}
+    assert len(ids) == 7 and ids.isdisjoint(item.id for item in third.output)
     small = client.responses.input_items.list(second.id, limit=2)
     assert small.has_more and [item.id for item in small] == [item.id for item in reversed(page.data)]
     assert [item.type for item in client.responses.input_items.list(first.id, order="asc")] == kinds[:3]
