@@ -123,7 +123,7 @@ class Admin:
         """Delete one session. Returns the number of its own blocks, None if there is no session to delete. Its turn has
         ended by then, none begins meanwhile, and none is stored.
         """
-        unstored, claims, chat = list[BlockId](), self._chats.claims, self._chats.known.get(key)
+        unstored, claims, chat = set[BlockId](), self._chats.claims, self._chats.known.get(key)
         with nullcontext() if chat is None else chat.storing:
             hold = claims.on(key)
             if only_expired and hold is not None:
@@ -137,16 +137,17 @@ class Admin:
             if chat is not None:
                 chat.is_deleted = True
                 self._chats.drop(key)
-                unstored += chat.unstored
+                unstored |= chat.unstored
                 if hold is not None and hold.turn is not None:  # it will not be stored
                     claims.drop(hold)
                     lineage, block_size = chat.window.lineage, self._client.facts.block_size
-                    unstored += hold.turn.unneeded_blocks(False, True, block_size, lineage)
+                    unstored.update(hold.turn.unneeded_blocks(False, True, block_size, lineage))
+                unstored = self._sessions.unshared(0, unstored)  # this session refers to none any more
         if tombstone is not None:
-            self._chats.carry_out(tombstone, unstored, timeout_s)
+            self._chats.carry_out(tombstone, list(unstored), timeout_s)
             return len(tombstone.block_ids)
         if unstored:
-            self._client.call(Forget(unstored, RETRY_S))
+            self._client.call(Forget(list(unstored), RETRY_S))
         return None if chat is None else 0
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:

@@ -4,7 +4,7 @@ Plain data, no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import format_size
+from kvstore.sessions.record import TurnRecord
 
 MOST_ASKED = 10_000  # requests of a server whose usages are known
 
@@ -375,6 +376,39 @@ def events_of(message: Mapping[str, Any]) -> tuple[AnswerEvent, ...]:
         ToolCallEvent("whole", index, call["function"]["name"], call["function"]["arguments"], call["id"])
         for index, call in enumerate(calls)
     ))  # fmt: skip
+
+
+def counts_of(output: RequestOutput) -> dict[str, int]:
+    """Counts of tokens, and known times in microseconds."""
+    usage, times = output.usage, asdict(output.timings)
+    capped = {} if usage.capped_max_tokens is None else {"capped_max_tokens": usage.capped_max_tokens}
+    thinking = {} if usage.thinking is None else {"thinking_dropped": int(usage.thinking == "dropped")}
+    return {
+        **capped,
+        **thinking,
+        **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
+        **{f"{edit.type}.{name}": count for edit in output.applied_edits for name, count in edit.counts.items()},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+        **asdict(usage.cached_tokens_details),
+    }
+
+
+def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:
+    """Of a stored turn, what `counts_of` has made of it."""
+    counts = turn.usage
+    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in CachedTokensDetails.__annotations__))
+    thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
+    usage = Usage(
+        counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details, counts.get("capped_max_tokens"),
+        None if turn.miss is None else Miss(**turn.miss), thinking, counts.get("cache_write_tokens", 0),
+        counts.get("reasoning_tokens", 0),
+    )  # fmt: skip
+    times = [counts.get(f"{name[:-2]}_us") for name in Timings.__annotations__]
+    return usage, Timings(*(None if us is None else us / 1e6 for us in times))
 
 
 def describe_tiers(stats: Mapping[str, Any]) -> str:

@@ -70,9 +70,9 @@ class Handle:
         num_had = min(self.earlier.num_tokens, len(self.output.prompt_token_ids) - 1) // block_size * block_size
         return max(0, num_had - self.output.usage.cached_tokens)
 
-    def own_blocks(self, block_size: int) -> Sequence[BlockId]:
-        """The blocks of its chain that it has computed, once it has ended."""
-        return self.chain[self.output.usage.cached_tokens // block_size :]
+    def own_blocks(self, block_size: int, first: int = 0) -> Sequence[BlockId]:
+        """The blocks of its chain that it has computed, once it has ended, from the `first` on."""
+        return self.chain[max(first, self.output.usage.cached_tokens // block_size) :]
 
     def has_missed(self, block_size: int) -> bool:
         """Whether `kvstore.engine.sessions.misses` has something to explain."""
@@ -207,6 +207,7 @@ class CoreClient:
     def __init__(self, core: Core, tokenizer: Tokenizer | None) -> None:
         self.core = core
         self.check_open = core.check_open
+        self.unreferenced: Callable[[set[BlockId]], set[BlockId]] = lambda block_ids: block_ids  # by no session
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
         self._running: dict[str, _Running] = {}
@@ -236,10 +237,12 @@ class CoreClient:
         return self.core.call(verb)
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
-        """Delete KV that nothing refers to any more, unless the core is gone."""
+        """Delete those of these blocks to which no turn of a session refers, unless the core is gone: others may have
+        spliced the same.
+        """
         if block_ids and not self.closed:
             with suppress(StoreError, EngineClosedError, EngineDiedError):
-                self.call(Forget(block_ids, FORGET_S))
+                self.call(Forget(list(self.unreferenced(set(block_ids))), FORGET_S))
 
     def submit(
         self,

@@ -220,8 +220,7 @@ class ChatSession:
             client.forget(following.spliced_blocks(before.lineage))
             raise
         finally:
-            mine = {block_id for one in hold.computed for block_id in one.own_blocks(client.facts.block_size)}
-            self.unstored |= mine.difference(before.chain)
+            self.unstored.update(*(one.own_blocks(client.facts.block_size) for one in hold.computed))
         return OneTurn(before, new, following, handle, hold.request_key, template, cleared)
 
     def end(self, hold: Hold, keep: bool = True) -> TurnRecord | None:
@@ -231,7 +230,6 @@ class ChatSession:
         """
         client, turn, record = self.chats.client, hold.turn, None
         assert turn is not None
-        output = turn.handle.output
         with ExitStack() as leased:
             leased.callback(self.chats.claims.give_back, hold)
             client.abort(turn.handle)
@@ -240,16 +238,16 @@ class ChatSession:
                 pass
             try:
                 if turn.handle.error is None and keep:
-                    self.last = output
-                    record = self._commit(hold, turn) if output.token_ids else None
+                    self.last = turn.handle.output
+                    record = self._commit(hold, turn) if self.last.token_ids else None
             finally:
-                size, is_stored = client.facts.block_size, record is not None
-                if record is not None:
-                    self.unstored.difference_update(record.block_ids)
-                else:
+                size, sessions = client.facts.block_size, self.chats.sessions
+                left = turn.unneeded_blocks(record is not None, False, size, self.window.lineage)
+                if record is None:  # they stay for another try
                     self.unstored.update(turn.own_blocks(size))
-                left = turn.unneeded_blocks(is_stored, False, size, self.window.lineage)
-                client.forget([*left, *(self.unstored if not is_stored and self.check_deleted() else ())])
+                if record is not None or self.check_deleted() or not turn.is_found(sessions, self.number, size):
+                    left, self.unstored = [*left, *self.unstored], set()
+                client.forget(left)
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
@@ -439,6 +437,7 @@ class Chats:
 
     def __init__(self, client: CoreClient, language: Language, sessions: SessionStore, answers: AnswerStore) -> None:
         self.client = client
+        client.unreferenced = partial(sessions.unshared, 0)
         self.language = language
         self.sessions = sessions
         self.answers = answers

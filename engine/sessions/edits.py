@@ -371,7 +371,7 @@ def _turn_parts(
     template, shown, last = language.chat_template(), before.shown[len(before.system) :], said[-1]
     old, thought = next(turn for turn in turns if last.index in turn.indices), (0, 0)
     if last.message | {"reasoning_content": None} == shown[last.index] | {"reasoning_content": None}:
-        if last.is_new:  # only its thinking has gone
+        if last.is_new and shown[last.index].get("reasoning_content"):  # only its thinking has gone
             ids, opening = before.token_ids[old.start : old.stop], template.opens_with(_has_head(before))
             found = language.thought_in(ids, shown[last.index], opening)
             if found is None:

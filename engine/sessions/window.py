@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from msgspec import structs
@@ -16,13 +17,13 @@ from msgspec import structs
 from kvstore.blocks.ids import BlockId, Lineage, SpliceRun, extend_chain, is_quantised, quantised_id
 from kvstore.engine.client.messages import Splice
 from kvstore.engine.client.requests import CoreClient, Handle
-from kvstore.engine.outputs import CachedTokensDetails, Earlier, Miss, RequestOutput, Timings, Usage
+from kvstore.engine.outputs import Earlier, Miss, counts_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.misses import MadePrompt, Rendering, compare, explained, had_by_other_weights
 from kvstore.engine.sessions.spans import Computing, with_spans
 from kvstore.engine.text.chat_template import ChatTemplate, Message, without_marks
 from kvstore.engine.text.language import answer_ids
-from kvstore.errors import RequestError
+from kvstore.errors import RequestError, StoreError
 from kvstore.sessions.record import SessionState, TurnRecord
 from kvstore.sessions.store import SessionStore
 
@@ -191,7 +192,7 @@ class Window:
         is_first = len(self.messages) == len(self.system)  # nothing can be dropped
         if truncation != "disabled" and not is_first and len(turn.prompt) + answer > window:
             turn = self._truncated(client, template, said, turn, thoughts)
-        if reuse == "reencode" and turn.spans:
+        if reuse == "reencode" and turn.spans and not params.kv_exact:
             turn = self._spliced(client, turn, tenant)
         return replace(turn, thinking=self._thinking_of(turn, template, said, find_thought is not None))
 
@@ -439,7 +440,7 @@ class OneTurn:
         return after.record(
             number, after.messages if number == 1 else after.messages[-len(self.said) - 1 :],
             self.before if is_next else None, truncated_tokens=self.next.truncated_tokens,
-            finish_reason=output.finish_reason or "", usage=_usage(output),
+            finish_reason=output.finish_reason or "", usage=counts_of(output),
             miss=None if output.usage.miss is None else structs.asdict(output.usage.miss),
             idempotency_key=self.idempotency_key, spans=self.next.span_blocks,
         )  # fmt: skip
@@ -455,42 +456,16 @@ class OneTurn:
         return [*own, *spliced(known), *spliced_blocks(before.chain, before.lineage, known)]
 
     def own_blocks(self, block_size: int) -> Sequence[BlockId]:
-        """Blocks of this turn alone, not of earlier turns or the system prompt."""
-        known, chain = self.before.chain, self.handle.chain
+        """Blocks that this turn has computed, without those of the system prompt."""
         first = self.next.turn_starts[0] // block_size if self.next.turn_starts else 0
-        while first < min(len(known), len(chain)) and known[first] == chain[first]:
-            first += 1
-        return chain[first:]
+        return self.handle.own_blocks(block_size, first)
 
-
-def _usage(output: RequestOutput) -> dict[str, int]:
-    """Counts of tokens, and known times in microseconds."""
-    usage, times = output.usage, asdict(output.timings)
-    capped = {} if usage.capped_max_tokens is None else {"capped_max_tokens": usage.capped_max_tokens}
-    thinking = {} if usage.thinking is None else {"thinking_dropped": int(usage.thinking == "dropped")}
-    return {
-        **capped,
-        **thinking,
-        **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
-        **{f"{edit.type}.{name}": count for edit in output.applied_edits for name, count in edit.counts.items()},
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "cache_write_tokens": usage.cache_write_tokens,
-        "reasoning_tokens": usage.reasoning_tokens,
-        **asdict(usage.cached_tokens_details),
-    }
-
-
-def usage_of(turn: TurnRecord) -> tuple[Usage, Timings]:
-    """Of a stored turn, what `_usage` has made counts of."""
-    counts = turn.usage
-    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in CachedTokensDetails.__annotations__))
-    thinking = {None: None, 0: "kept", 1: "dropped"}[counts.get("thinking_dropped")]
-    usage = Usage(
-        counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details, counts.get("capped_max_tokens"),
-        None if turn.miss is None else Miss(**turn.miss), thinking, counts.get("cache_write_tokens", 0),
-        counts.get("reasoning_tokens", 0),
-    )  # fmt: skip
-    times = [counts.get(f"{name[:-2]}_us") for name in Timings.__annotations__]
-    return usage, Timings(*(None if us is None else us / 1e6 for us in times))
+    def is_found(self, store: SessionStore, number: int | None, block_size: int) -> bool:
+        """Whether a deletion of its session (number; None: it is not stored) would take what this turn has computed: it
+        takes what builds on blocks that no other session has.
+        """
+        chain, own = self.handle.chain, self.own_blocks(block_size)
+        before = {*chain[: len(chain) - len(own)][-1:]}
+        with suppress(StoreError):
+            return number is None or bool(before and store.unshared(number, before))
+        return True

@@ -17,10 +17,19 @@ from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import AnswerEvent, AppliedEdit, Piece, RequestOutput, TextDelta, Timings, Usage, events_of
+from kvstore.engine.outputs import (
+    AnswerEvent,
+    AppliedEdit,
+    Piece,
+    RequestOutput,
+    TextDelta,
+    Timings,
+    Usage,
+    events_of,
+    usage_of,
+)
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.sessions.window import usage_of
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
 from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of

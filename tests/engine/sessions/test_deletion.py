@@ -1,6 +1,7 @@
 """Sessions that are deleted, or whose time is over: nothing of them is left in any tier, whatever runs or fails."""
 
 import threading
+from itertools import takewhile
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.support.conversations import (
     num_stored,
     talk,
 )
-from tests.support.engines import cached, chain_of, check_closed, greedy, open_engine, settle, tokens
+from tests.support.engines import ask, cached, chain_of, check_closed, greedy, open_engine, settle, tokens
 from tests.support.faults import before_each_call, constants, stuck_disk
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -54,6 +55,61 @@ def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, flus
     out = engine.chat("secret", system="Be brief.").send("This is message number 0 of a secret matter.", PARAMS)
     assert cached(out) == (0, 0, 0, 0)
     assert check_closed(engine, {engine.facts.root("")}) > 0
+
+
+def break_off(engine: Engine, chat, said: str) -> None:
+    """A turn of which something is said, and nothing stored."""
+    with failing_to_store(engine), pytest.raises(StoreError, match="injected"):
+        chat.send(said, PARAMS)
+
+
+@pytest.mark.parametrize("is_fork", [True, False], ids=["fork", "first turn"])
+@pytest.mark.parametrize("how", ["known", "opened again"])
+def test_a_turn_that_was_not_stored_is_gone_with_its_session_too(opened, is_fork, how):
+    """What stands in front of it is others', too, so that no deletion would find it from there."""
+    engine, secret = opened(), "My secret lies below the third stone. " * 3
+    chat = engine.chat("kept", system="Be brief, whatever people ask you.")
+    talk(chat, 2)
+    other = chat.fork("gone") if is_fork else engine.chat("gone", system="Be brief, whatever people ask you.")
+    break_off(engine, other, secret)
+    settle(engine)
+    prompt = other.window.next_turn(
+        engine.client, engine.chats.language.chat_template(), [{"role": "user", "content": secret}], PARAMS, "", "auto",
+        "exact",
+    ).prompt  # fmt: skip
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, chat.token_ids, strict=False)))
+    if not is_fork:
+        talk(other, 1)
+    if how == "opened again":
+        engine = opened()
+    engine.admin.delete_session("gone")
+    assert ask(engine, prompt).usage.cached_tokens <= num_shared // 16 * 16 < len(prompt) - 32
+
+
+def test_a_fork_that_tried_what_its_parent_said_leaves_it_to_that(opened):
+    engine, long = opened(), "Tell me all about the harbour in winter. " * 6
+    chat = engine.chat("kept", system="Be brief.")
+    talk(chat, 1)
+    fork = chat.fork("gone")
+    chat.send(long, PARAMS)
+    break_off(engine, fork, long)
+    engine.admin.delete_session("gone")
+    known = len(chat.token_ids)
+    assert chat.send("Go on", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
+
+
+def test_deleting_a_fork_that_began_with_copies_keeps_them(opened):
+    options = {"codec": "int8", "dtype": "bfloat16"}
+    engine = opened(**options)
+    chat = engine.chat("kept", system="Be brief.")
+    talk(chat, 4)
+    chat.fork("gone")
+    settle(engine)
+    engine = opened(**options)
+    break_off(engine, engine.chat("gone"), "Something else")
+    engine.admin.delete_session("gone")
+    known = len(engine.chat("kept").token_ids)
+    assert engine.chat("kept").send("Go on", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
 
 
 def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):

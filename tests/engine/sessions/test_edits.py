@@ -2,14 +2,24 @@
 
 import pytest
 
-from kvstore import RequestError
+from kvstore import RequestError, SamplingParams
 from kvstore.blocks.ids import token_bytes
 from kvstore.engine.sessions.edits import Directive
 from kvstore.engine.sessions.recall import Keys, Recall
 from kvstore.errors import SessionBusyError, SessionNotFoundError, StoreError
 from kvstore.sessions.record import MessageEdit, SessionKey, TurnRecord
-from tests.support.conversations import PARAMS, check_gone, check_there, failing_to_store, fill_over, kv_of, talk
-from tests.support.engines import cached, chain_of, greedy, open_engine, settle
+from tests.support.conversations import (
+    LONG,
+    PARAMS,
+    check_gone,
+    check_there,
+    failing_to_store,
+    fill,
+    fill_over,
+    kv_of,
+    talk,
+)
+from tests.support.engines import cached, chain_of, counters, greedy, open_engine, settle
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 512}
 REMOVE = [{"type": "remove", "index": 3}, {"type": "remove", "index": 4}]  # the second turn, behind a system prompt
@@ -361,3 +371,22 @@ def test_whoever_comes_too_late_is_told(engine):
         chat.edit(REMOVE)
     with pytest.raises(SessionNotFoundError):
         engine.chat("new").edit(REMOVE)
+
+
+@pytest.mark.parametrize("reuse", ["exact", "reencode", "forget"])
+def test_a_message_that_is_replaced_by_itself_changes_nothing(opened, reuse):
+    engine = opened()
+    chat = begun(engine, num_turns=2)
+    messages, known = list(chat.messages), len(chat.token_ids)
+    chat.edit([{"type": "replace", "index": 4, "content": messages[4]["content"]}], reuse)
+    assert chat.messages == messages
+    assert talk(chat, 1)[0].usage.cached_tokens <= known
+
+
+def test_a_truncation_of_a_turn_that_is_exact_splices_nothing(opened):
+    engine = opened()
+    chat = engine.chat("one", system="Be brief.")
+    fill(chat)
+    before = counters(engine)["spliced"]
+    out = chat.send(LONG, SamplingParams(max_tokens=10, temperature=0, kv_exact=True))
+    assert chat.truncated_tokens > 0 and cached(out)[3] == 0 and counters(engine)["spliced"] == before

@@ -10,6 +10,7 @@ import transformers
 
 from kvstore import ContextLengthError, EngineOverloadedError, RequestError
 from kvstore.blocks.ids import Lineage, extend_chain, span_root
+from kvstore.engine.client.messages import Forget
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.spans import LEAST_BLOCKS, with_spans
 from kvstore.engine.text.chat_template import without_marks
@@ -342,6 +343,16 @@ def test_a_turn_that_fails_leaves_nothing_once_its_session_is_deleted(engine, nu
     assert nothing_is_left(engine)
 
 
+def test_a_turn_that_fails_leaves_others_what_they_have_spliced_too(engine):
+    """The same beginning and the same document have the same blocks in all sessions."""
+    one, two = (engine.chat(name, system=SYSTEM) for name in ("one", "two"))
+    one.send([asking("Read this: ", span(), " Who?")], PARAMS)
+    known = talk(one, 2)[-1].usage.cached_tokens
+    with failing_to_store(engine), pytest.raises(Exception, match="injected"):
+        two.send([asking("Read this: ", span(), " Where?")], PARAMS)
+    assert talk(one, 1)[0].usage.cached_tokens > known and talk(one, 1)[0].usage.miss is None
+
+
 def test_a_truncation_and_edits_go_on_behind_spans(engine):
     chat = engine.chat("one", system=SYSTEM)
     chat.send([asking("Read this: ", span(), " Who?")], PARAMS)
@@ -362,7 +373,7 @@ def test_where_a_spliced_block_is_lost_everything_is_computed_exactly(engine, pl
     chat.send([asking("Read this: ", span(), " Who?")], PARAMS)
     talk(chat, 1)
     settle(engine)
-    engine.client.forget(chat.window.chain[chat.window.lineage.splice_end - 1 :])
+    engine.client.call(Forget(chat.window.chain[chat.window.lineage.splice_end - 1 :], 2.0))
     (out,) = talk(chat, 1)
     assert chat.window.lineage.splices == () and out.token_ids == plain(out.prompt_token_ids, 10)
     state = engine.sessions.load(SessionKey("", "one"))

@@ -286,8 +286,8 @@ def window(token_ids, lineage=ROOT, turn_starts=(2,)):
     return Window(SYSTEM, messages, 0, list(token_ids), chain_of(token_ids), lineage, list(turn_starts))
 
 
-def handle(prompt, answer, lineage=None):
-    usage = Usage(len(prompt), len(answer), CachedTokensDetails())
+def handle(prompt, answer, lineage=None, num_cached=0):
+    usage = Usage(len(prompt), len(answer), CachedTokensDetails(num_cached))
     output = RequestOutput("r", list(prompt), [Choice("yes", list(answer))], usage, None)
     return Handle("r", output, listener=lambda handles: None, lineage=lineage)
 
@@ -340,13 +340,7 @@ def test_blocks_are_needed_while_the_session_is_built_on_copies_of_them():
 def test_a_deleted_session_takes_the_blocks_of_its_running_turn(starts, known, own):
     ids = list(range(17))
     before = replace(BEFORE, chain=chain_of(ids)[:known])
-    one = turn(before, NextTurn(ids, before.chain, ROOT, 0, starts), handle(ids, []))
+    one = turn(before, NextTurn(ids, before.chain, ROOT, 0, starts), handle(ids, [], num_cached=known * SIZE))
     one.handle.chain = chain_of(ids)
     assert unneeded(one, is_stored=False, is_deleted=True) == chain_of(ids)[own:]
     assert unneeded(one, is_stored=False, is_deleted=False) == []
-
-
-def test_blocks_are_a_turns_own_from_where_its_chain_parts():
-    one = turn(replace(BEFORE, chain=chain_of(range(12))), NEXT, handle(range(13), []))
-    one.handle.chain = [*chain_of(range(4)), b"x" * 32, b"y" * 32]
-    assert unneeded(one, is_stored=False, is_deleted=True) == [b"x" * 32, b"y" * 32]
