@@ -44,22 +44,22 @@ class Admin:
         self._pins = dict[SessionKey, tuple[float, int]]()  # when the pin ends, and the life of the core that knows it
 
     def resume(self) -> None:
-        """Delete sessions that have expired, and resume deletions that a crash or a failing disk interrupted, for
-        RETRY_S at most. If sessions are shared, resume those of other servers, too. A session in the middle of a turn
-        stays.
+        """Resume deletions that a crash or a failing disk interrupted, and delete sessions that have expired, for
+        RETRY_S at most, half of it each. If sessions are shared, resume those of other servers, too. A session in the
+        middle of a turn stays.
         """
         if self._sessions.sharing.has_missed_deletions():
             self._client.call(EvictBlocks(Evict(everything=True)))
         self._sessions.renew()
-        deadline = time.monotonic() + RETRY_S
+        began = time.monotonic()
+        for tombstone in self._sessions.pending_deletions():
+            if (left := began + RETRY_S / 2 - time.monotonic()) <= 0:
+                break
+            self._chats.carry_out(tombstone, (), left)
         for key in self._sessions.expired(time.time()):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= began + RETRY_S:
                 return
             self._delete_one(key, 0.0, only_expired=True)
-        for tombstone in self._sessions.pending_deletions():
-            if (left := deadline - time.monotonic()) <= 0:
-                return
-            self._chats.carry_out(tombstone, (), left)
 
     # -- the store ---------------------------------------------------------------------------------------------------
     def stats(self) -> EngineStats:

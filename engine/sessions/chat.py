@@ -436,12 +436,10 @@ class Chats:
     """
 
     def __init__(self, client: CoreClient, language: Language, sessions: SessionStore, answers: AnswerStore) -> None:
-        self.client = client
+        self.client, self.language, self.sessions, self.answers = client, language, sessions, answers
         client.unreferenced = partial(sessions.unshared, 0)
-        self.language = language
-        self.sessions = sessions
-        self.answers = answers
         self.claims = Claims(sessions.sharing.leases)
+        self.on_deleted: Callable[[SessionKey], object] = lambda key: None  # token ids of it may be in memory
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
         self._kept: OrderedDict[SessionKey, ChatSession] = OrderedDict()  # the last used last
@@ -494,6 +492,7 @@ class Chats:
 
     def carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
         """Delete what a deletion has left behind, and further unstored blocks. What cannot be deleted stays pending."""
+        self.on_deleted(tombstone.key)
         is_forgotten = self.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
         if self.client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
             self.sessions.finish_deletion(tombstone.number).wait()

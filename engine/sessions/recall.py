@@ -259,6 +259,7 @@ class Recall:
         self._client = chats.client
         self._language = chats.language
         self._answers = chats.answers
+        chats.on_deleted = lambda key: self._lines.forget_owner(owner_tag(key.tenant, key.session_id))
         self._lines = Lines(MAX_TOKENS)
         tokenizer = self._language.tokenizer
         tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder

@@ -143,28 +143,22 @@ class OfflineStore:
         if self.sessions is None or tombstone is None:
             raise _no_session(key)
         for one in self.sessions.pending_deletions():  # this one, and those that a crash interrupted
-            self._carry_out(self.sessions, one)
+            self._carry_out(one)
         return {"deleted": True, "blocks": len(tombstone.block_ids)}
 
-    def _forget_answers(self, key: SessionKey) -> bool:
-        """Forget the token ids by which its answers are recognised in histories that come as text. False: the disk
-        failed.
+    def _carry_out(self, tombstone: Tombstone) -> None:
+        """Delete what is in this store: blocks, and the token ids by which its answers are recognised in histories that
+        come as text. The next server ends the deletion: it may know of a remote tier.
         """
-        if not (self.directory.path / "answers").is_dir():
-            return True
-        from kvstore.sessions.answers import open_answers, owner_tag
+        if (self.directory.path / "answers").is_dir():
+            from kvstore.sessions.answers import open_answers, owner_tag
 
-        with closing(open_answers(self.directory)) as answers:
-            return answers.forget_owner(owner_tag(key.tenant, key.session_id))
-
-    def _carry_out(self, sessions: SessionStore, tombstone: Tombstone) -> None:
-        is_forgotten = self._forget_answers(tombstone.key)
+            with closing(open_answers(self.directory)) as answers:
+                answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
         if self.disk is not None:
             index = _index_of(self.disk)
             _delete(self.disk, _with_descendants(index, with_quantised(tombstone.block_ids)))
             self.disk.sync()
-        if is_forgotten:  # else the next server does it
-            sessions.finish_deletion(tombstone.number).wait()
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
     def verify(self, delete: bool, on_progress: OnProgress | None = None) -> dict[str, Any]:

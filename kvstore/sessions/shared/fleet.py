@@ -6,12 +6,14 @@ A server is a member from before it holds KV of any session. A deletion stays un
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from kvstore.errors import RemoteError
 from kvstore.sessions import tables
 from kvstore.sessions.check import Checked, check_apart
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.shared.leases import LEASE_S, Leases
+from kvstore.sessions.shared.server import RefusedError
 from kvstore.sessions.shared.storage import SharedTables
 from kvstore.sessions.shared.view import SharedView
 from kvstore.sessions.sharing import Read, Sharing
@@ -105,7 +107,9 @@ class Fleet(Sharing):
                 view.delete(TOMBSTONES, be64(one))
 
     def _say(self) -> None:
-        self._server.ask(("HSET", self._members, self._member, f"{self._carried} {time.time():.0f}"))
+        """Where Redis is out of memory it is said later: what makes room must go on."""
+        with suppress(RefusedError):
+            self._server.ask(("HSET", self._members, self._member, f"{self._carried} {time.time():.0f}"))
 
     def _least_carried(self) -> int:
         """The last deletion that all members have carried out. Removes members that were away for too long."""
@@ -115,7 +119,7 @@ class Fleet(Sharing):
         gone = [member for member, (_, seen_s) in records.items() if seen_s < time.time() - AWAY_S]
         if gone:
             self._server.ask(("HDEL", self._members, *gone))  # type: ignore[arg-type]
-        return min(carried for member, (carried, _) in records.items() if member not in gone)
+        return min((carried for member, (carried, _) in records.items() if member not in gone), default=0)
 
 
 def _record_of(value: object) -> tuple[int, float]:

@@ -427,10 +427,7 @@ async def edit(request: web.Request) -> web.Response:
 
 
 def _edit(context: Context, key: SessionKey, body: EditBody) -> EditResult:
-    done = context.engine.engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn)
-    if body.reuse == "forget":
-        context.recall.forget_session(key.tenant, key.session_id)
-    return done
+    return context.engine.engine.chat(key.session_id, key.tenant).edit(body.edits, body.reuse, body.expected_turn)
 
 
 async def stop(request: web.Request) -> web.Response:

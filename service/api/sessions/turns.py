@@ -263,9 +263,7 @@ async def delete(context: Context, key: SessionKey) -> int:
     blocks.
     """
     delete = context.engine.engine.admin.delete_session
-    num_blocks = await context.engine.call_that_waits(delete, key.session_id, key.tenant)
-    await context.engine.call(context.recall.forget_session, key.tenant, key.session_id)
-    return num_blocks
+    return await context.engine.call_that_waits(delete, key.session_id, key.tenant)
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Sessions that are deleted, or whose time is over: nothing of them is left in any tier, whatever runs or fails."""
 
 import threading
+import time
 from itertools import takewhile
+from operator import ne
 
 import pytest
 
 from kvstore import Engine, SamplingParams
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import token_bytes
+from kvstore.engine import admin as admin_module
 from kvstore.engine import engine as engine_module
 from kvstore.engine.client.messages import Forget
 from kvstore.engine.sessions.recall import Keys, Recall
@@ -27,7 +30,7 @@ from tests.support.conversations import (
     talk,
 )
 from tests.support.engines import ask, cached, chain_of, check_closed, greedy, open_engine, settle, tokens
-from tests.support.faults import before_each_call, constants, stuck_disk
+from tests.support.faults import before_each, before_each_call, constants, stuck_disk
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
@@ -329,6 +332,19 @@ def test_an_expired_session_is_deleted_though_nobody_asks(model, tmp_path):
         assert engine.sessions.stats()["sessions"] == 0 and nothing_is_left(engine)
 
 
+def test_deletions_do_not_wait_for_sessions_that_expire(engine):
+    """Here each of these takes as long as a round may."""
+    for name in ("gone", "one", "two"):
+        engine.chat(name).send("Hello", PARAMS)
+    engine.sessions.delete(SessionKey("", "gone")).wait()
+    for name in ("one", "two"):
+        engine.chat(name).set_ttl(1e-6)
+    with constants(admin_module, RETRY_S=0.5), before_each(engine.sessions, "delete", lambda: time.sleep(0.5)):
+        engine.admin.resume()
+    assert [one.key.session_id for one in engine.sessions.pending_deletions()] == []
+    assert engine.sessions.stats()["sessions"] == 1
+
+
 def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine):
     chat = engine.chat("one")
     chat.send("Hello", PARAMS)
@@ -352,15 +368,21 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
         recall, groups = Recall(engine.chats), {}
         for name in names:
             chat = engine.chat(name)
-            reply = chat.send(f"My name is {name}.", SamplingParams(temperature=0.0, max_tokens=8))
+            params = SamplingParams(temperature=1.5, seed=8, max_tokens=20, ignore_eos=True)
+            reply = chat.send(f"My name is {name}.", params)
             recall.note("", "", chat.messages[:-1], reply, session_id=name)
             keys = Keys(engine.facts.root(""), "")
             groups[name] = [keys.histories(keys.marks(chat.messages))[-1]]
         engine.answers.flush()
         assert all(engine.answers.find_ids(list(groups.values())))
+        histories = [[*engine.chat(name).messages, {"role": "user", "content": "And?"}] for name in names]
+        asked = [recall.prompt_ids("", "", one) for one in histories]
         engine.admin.delete_session("library")
         engine.chat("ttl").set_ttl(1e-9)
         engine.admin.resume()
+        plain = [engine.chats.language.template.prompt_ids(one) for one in histories]
+        now = [recall.prompt_ids("", "", one) for one in histories]
+        assert all(map(ne, asked, plain)) and now == [*plain[:2], asked[2]], "nor are the ids in memory"
         assert [ids is None for ids in engine.answers.find_ids(list(groups.values()))] == [True, True, False]
     with OfflineStore(tmp_path) as store:
         store.delete_session(SessionKey("", "offline"))

@@ -266,8 +266,12 @@ def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis, share):
     with pytest.raises(RemoteError, match=r"not stored: .*OOM"):
         store.commit_turn(KEY, make_turn("red", 3)).wait()
     assert content(store.load(KEY)) == expected(turns)
-    assert store.delete(KEY).wait() is not None, "what makes room is taken"
+    store.renew()
+    tombstone = store.delete(KEY).wait()
+    assert tombstone is not None, "what makes room is taken"
     assert store.head(KEY) is None
+    store.finish_deletion(tombstone.number).wait()
+    assert store.pending_deletions() == []
     own_redis.ask("CONFIG", "SET", "maxmemory", 0)
     talk(store, KEY, 1)
 
