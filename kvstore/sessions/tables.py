@@ -6,8 +6,9 @@ so one that raises has changed nothing, and the transaction can go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any, Protocol
 
@@ -83,6 +84,10 @@ class View(Protocol):
     def expect(self, places: Sequence[Place]) -> None:
         """Say what `get` will ask for, so that remote tables can fetch it together."""
         return
+
+    def new_session(self, take: Callable[[int], int]) -> int:
+        """A number that no session has. take: gives the first of so many new ones."""
+        return take(1)
 
 
 def be64(number: int) -> bytes:
@@ -207,8 +212,10 @@ def last_number(view: View, counter: str) -> int:
     return 0 if value is None else unseal(int, COUNTERS, counter.encode(), value, f"the counter of {counter}s") - 1
 
 
-def next_number(view: View, counter: str, table: str) -> int:
-    """A number that was never used: a turn computed for a deleted session must not end up in a new one of that id."""
+def next_number(view: View, counter: str, table: str, count: int = 1) -> int:
+    """The first of so many numbers that were never used: a turn computed for a deleted session must not end up in a new
+    one of that id.
+    """
     key = counter.encode()
     try:
         number = last_number(view, counter) + 1
@@ -216,7 +223,7 @@ def next_number(view: View, counter: str, table: str) -> int:
         # One damaged record must not refuse every new session: take a number far beyond all recent ones.
         last = next(view.scan(table, reverse=True), (b"", b""))[0]
         number = int.from_bytes(last, "big") + 2**32
-    view.put(COUNTERS, key, seal(COUNTERS, key, pack(number + 1)))
+    view.put(COUNTERS, key, seal(COUNTERS, key, pack(number + count)))
     return number
 
 
@@ -329,7 +336,8 @@ def append(
     encode(after, name)  # raises here, when nothing is written yet
     if head is None:
         delete(view, draft.key)
-        after, named = replace(after, number=next_number(view, SESSION, HEADS)), name_key(draft.key)
+        number = view.new_session(partial(next_number, view, SESSION, HEADS))
+        after, named = replace(after, number=number), name_key(draft.key)
         view.put(NAMES, named, seal(NAMES, named, pack(after.number)))
         view.expect([place for turn in turns for place in entries_of_turn(after.number, turn)])
     for turn, payload in zip(turns, payloads, strict=True):

@@ -9,7 +9,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -81,6 +81,7 @@ class SharedTables:
         self._fleet = None if fleet_secret is None else hmac.digest(fleet_secret, b"kvstore shared sessions", "sha256")
         self._place = server.names.prefix + b"commit:" + secrets.token_hex(8).encode()
         self._numbers = count(1)
+        self._session_numbers: list[int] = []
         self._loss: str | None = None
 
     # -- which sessions these are ------------------------------------------------------------------------------------
@@ -182,18 +183,21 @@ class SharedTables:
     def write(self) -> Iterator[SharedView]:
         """A transaction that is committed as a whole, durably, when its context ends. Waits during a short outage."""
         view, number = self._view(), f"{next(self._numbers)}".encode()
-        try:
-            yield view
-            self._commit(view, number)
-        except RefusedError:
-            raise
-        except RemoteError:
-            self.server.await_back()
-            (last,) = self.server.ask(("GET", self._place))
-            if last != number:
-                raise StaleViewError from None
-            if self.server.num_awaited:  # they are asked about what a connection has written itself
-                self._eval(SharedView(self.server.ask, self.server.names), number)
+        with ExitStack() as failed:
+            failed.callback(view.give_back)
+            try:
+                yield view
+                self._commit(view, number)
+            except RefusedError:
+                raise
+            except RemoteError:
+                self.server.await_back()
+                (last,) = self.server.ask(("GET", self._place))
+                if last != number:
+                    raise StaleViewError from None
+                if self.server.num_awaited:  # they are asked about what a connection has written itself
+                    self._eval(SharedView(self.server.ask, self.server.names), number)
+            failed.pop_all()
 
     def _view(self) -> SharedView:
         is_named = False
@@ -208,7 +212,7 @@ class SharedTables:
             view.note(COUNTERS, NAME, name if isinstance(name, bytes) else None)
             return replies
 
-        view = SharedView(ask, self.server.names)
+        view = SharedView(ask, self.server.names, self._session_numbers)
         return view
 
     def _commit(self, view: SharedView, number: bytes) -> None:

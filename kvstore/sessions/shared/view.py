@@ -18,12 +18,13 @@ from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.connection import Arg, Reply
 from kvstore.sessions.shared.names import LEASES, Names
 from kvstore.sessions.shared.server import Command
-from kvstore.sessions.tables import KEYS_ONLY, TABLES, Place, name_key
+from kvstore.sessions.tables import HEADS, KEYS_ONLY, TABLES, Place, be64, name_key
 
 Ask = Callable[..., list[Reply]]
 Entry = tuple[bytes, bytes | None]
 KEYS_AT_ONCE, VALUES_AT_ONCE = 512, 32
 MAX_OWN = 16  # of keys that one transaction takes out below one prefix
+NUMBERS_AT_ONCE = 64  # of new sessions: servers that each take one at a time would all change one record
 ALL_ONES = b"\xff" * 64  # longer than what follows any prefix
 
 # KEYS: the prefix, the server's own key for its last commit. ARGV: the number of this commit, how many comparisons
@@ -57,14 +58,16 @@ return 1
 
 
 class SharedView:
-    """A `View`. ask: sends a pipeline to the server. names: what its keys are called there.
+    """A `View`. ask: sends a pipeline to the server. names: what its keys are called there. numbers: for new sessions,
+    which this server has to itself.
 
     Records read by their keys are compared at the end; those found by a scan are not. That is enough: whatever changes
     a session changes its head, which is read by its key.
     """
 
-    def __init__(self, ask: Ask, names: Names) -> None:
+    def __init__(self, ask: Ask, names: Names, numbers: list[int] | None = None) -> None:
         self._ask, self._names = ask, names
+        self._numbers, self._has_taken = [] if numbers is None else numbers, False
         self._num_asked = 0
         self._read: dict[tuple[str, bytes], bytes | None] = {}
         self._written: defaultdict[str, dict[bytes, bytes | None]] = defaultdict(dict)
@@ -82,6 +85,21 @@ class SharedView:
         num_values = sum(table not in KEYS_ONLY for table, _ in unknown)
         for some in _batches(unknown, KEYS_AT_ONCE if num_values <= VALUES_AT_ONCE else VALUES_AT_ONCE):
             self._read |= zip(some, self._fetched(some), strict=True)
+
+    def new_session(self, take: Callable[[int], int]) -> int:
+        """See `View`. After a failover that has lost the latest writes another server may have been given the same."""
+        while True:
+            if not self._numbers:
+                first, self._has_taken = take(NUMBERS_AT_ONCE), True
+                self._numbers += range(first, first + NUMBERS_AT_ONCE)
+            number = self._numbers.pop(0)
+            if self.get(HEADS, be64(number)) is None:  # which is compared at the end
+                return number
+
+    def give_back(self) -> None:
+        """It is not committed: the numbers that it has taken may be given to others."""
+        if self._has_taken:
+            self._numbers.clear()
 
     def note(self, table: str, key: bytes, value: bytes | None) -> None:
         """What `ask` has read beside what it was asked for."""

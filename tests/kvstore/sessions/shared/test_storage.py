@@ -22,6 +22,7 @@ from kvstore.sessions.shared.connection import SessionConnection
 from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability, SessionServer
 from kvstore.sessions.store import SessionStore
+from kvstore.sessions.tables import COUNTERS
 from tests.children.session_child import TENANT, content, create, expected, make_turn, talk
 from tests.support.faults import before_each, constants
 from tests.support.redis_server import RedisServer, no_answer_after
@@ -111,27 +112,66 @@ def test_many_sessions_are_begun_at_once_and_each_has_its_number(servers):
     assert len({head.number for head in heads}) == len(heads) == 60
 
 
-def test_one_that_is_overtaken_every_time_says_so_and_one_that_is_not_stores(servers):
-    one, other = servers
-    storage, names = one.transactions.storage, map(str, range(100))
+@contextmanager
+def overtaken(store: SessionStore, change: Callable[[], object]) -> Iterator[None]:
+    """In here each transaction of this server is overtaken by another's change, right before it is committed."""
+    storage = store.transactions.storage
 
     @contextmanager
-    def overtaken(is_so: Callable[[], bool], write=storage.write) -> Iterator[object]:
+    def write(write=storage.write) -> Iterator[object]:
         with write() as view:
             yield view
-            if is_so():  # both take the next number
-                create(other, SessionKey(TENANT, next(names))).wait()
+            change()
 
-    times = iter(range(6))
-    with mock.patch.object(storage, "write", lambda: overtaken(lambda: next(times, None) is not None)):
+    with mock.patch.object(storage, "write", write):
+        yield
+
+
+def test_one_that_is_overtaken_every_time_says_so_and_one_that_is_not_stores(servers):
+    one, other = servers
+    talk(one, KEY, 1)
+    times = iter(range(1, 7))
+
+    def change() -> None:
+        if (seconds := next(times, None)) is not None:
+            other.set_ttl(KEY, 100.0 + seconds).wait()
+
+    with overtaken(one, change):
         with (
             constants(transactions, MAX_RETRIES=3),
             pytest.raises(RemoteError, match="stored: other servers change"),
         ):
-            create(one, KEY).wait()
-        create(one, KEY).wait()
-    assert one.head(KEY) == other.head(KEY) is not None
-    assert len(one.list(TENANT)) == 3 + 3 + 1
+            one.set_ttl(KEY, 1e6).wait()
+        assert other.head(KEY).ttl_s == 103.0
+        one.set_ttl(KEY, 1e6).wait()
+    assert next(times, None) is None and one.head(KEY) == other.head(KEY) and one.head(KEY).ttl_s == 1e6
+
+
+def test_servers_that_begin_sessions_do_not_overtake_each_other(servers):
+    one, other = servers
+    keys = (SessionKey(TENANT, f"s{i}") for i in range(100))
+    for store in servers:  # each takes numbers for some
+        create(store, next(keys)).wait()
+    before = one.stats()["conflicts"]
+    with overtaken(one, lambda: create(other, next(keys)).wait()):
+        for _ in range(20):
+            create(one, next(keys)).wait()
+    assert one.stats()["conflicts"] == before
+    assert len({head.number for head in one.list(TENANT)}) == 42
+
+
+def test_numbers_that_a_failover_gives_twice_are_used_once(servers, redis):
+    """The other's latest writes are lost, but not what it knows."""
+    one, other = servers
+    counters = other.transactions.storage.server.names.values(COUNTERS)
+    create(one, SessionKey(TENANT, "before")).wait()
+    before = redis.ask("HGET", counters, "session")
+    create(other, SessionKey(TENANT, "a")).wait()
+    redis.ask("HSET", counters, "session", before)
+    for number in range(70):
+        create(one, SessionKey(TENANT, f"one{number}")).wait()
+    create(other, SessionKey(TENANT, "b")).wait()
+    assert len({head.number for head in one.list(TENANT)}) == len(one.list(TENANT)) == 73
 
 
 def test_a_session_that_is_deleted_while_it_is_read_is_never_half_there(servers):
