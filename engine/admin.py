@@ -56,7 +56,7 @@ class Admin:
             if (left := began + RETRY_S / 2 - time.monotonic()) <= 0:
                 break
             self._chats.carry_out(tombstone, (), left)
-        for key in self._sessions.expired(time.time()):
+        for key in self._sessions.expired(self._sessions.clock()):
             if time.monotonic() >= began + RETRY_S:
                 return
             self._delete_one(key, 0.0, only_expired=True)
@@ -130,7 +130,7 @@ class Admin:
                 return None
             if chat is not None and hold is not None and hold.turn is not None:
                 self._client.abort(hold.turn.handle)
-            tombstone = self._sessions.delete(key, time.time() if only_expired else None).wait()
+            tombstone = self._sessions.delete(key, self._sessions.clock() if only_expired else None).wait()
             if tombstone is None and only_expired:
                 return None
             self._pins.pop(key, None)

@@ -4,6 +4,7 @@ deletion.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,12 @@ class Sharing:
     """The store is this server's own, unless a subclass says otherwise. Any thread may call it. A method with a view
     belongs to that view's transaction.
 
-    is_shared: there may be other servers. leases: None if no other server could write.
+    is_shared: there may be other servers. leases: None if no other server could write. now: seconds since the epoch.
     """
 
     is_shared = False
     leases: Leases | None = None
+    now: Callable[[], float] = time.time
 
     def has_turn(self, view: Any, key: SessionKey) -> bool:
         """Whether any server is computing a turn of this session."""

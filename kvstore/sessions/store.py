@@ -6,7 +6,6 @@ which blocks a deletion leaves behind; whoever owns the KV deletes them. Knows n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -63,11 +62,10 @@ class SessionStore:
     def __init__(
         self,
         open_environment: Callable[[], StoreEnvironment] | None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         max_sessions: int = 10_000,
         shared: Storage | None = None,
     ) -> None:
-        self._clock = clock
         self._recent: RecentSessions | None = None
         storage = shared
         try:
@@ -82,13 +80,14 @@ class SessionStore:
         self.transactions = Transactions("the session store", storage, keep_within)
         self.damage = remains.Damage()
         self.sharing: Sharing = storage.sharing
+        self.clock = clock or self.sharing.now
         self._marker: SessionMarker | None = None
         self._missing: str | None = None  # what the store held before
         self._counted = dict.fromkeys((*SHOWN, "damaged", "bytes"), 0)  # when it was read the last time
 
     def _read(self, key: SessionKey, work: Callable[[View], T | None]) -> T | None:
         """Read this session; None if there is none, as when it has expired."""
-        now_s = self._clock()
+        now_s = self.clock()
 
         def living(view: View) -> T | None:
             head = tables.read_head(view, key)
@@ -123,7 +122,7 @@ class SessionStore:
         `kvstore.sessions.forgetting`; the KV is a pending deletion then. fork: what the new session begins with;
         refused if that has changed meanwhile. changes: see `tables.change_head`.
         """
-        draft = tables.draft_head(key, self._clock(), (), fingerprint, model)
+        draft = tables.draft_head(key, self.clock(), (), fingerprint, model)
         begun, every = (None, turns) if fork is None else (fork.draft, (*fork.turns, *turns))
         payloads = [tables.encode_turn(turn, key) for turn in every]
 
@@ -141,12 +140,12 @@ class SessionStore:
 
     def fork(self, source: SessionKey, turn: int | None, new_key: SessionKey) -> Ticket[SessionHead]:
         """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another."""
-        made = partial(remains.fork, source=source, turn=turn, new_key=new_key, now_s=self._clock())
+        made = partial(remains.fork, source=source, turn=turn, new_key=new_key, now_s=self.clock())
         return self._submit(source, lambda view: remains.store_fork(view, made(view)))
 
     def version(self, parent: Parent, key: SessionKey) -> Fork:
         """A fork of this key, for `commit_turn` to store with its next turn."""
-        now_s, source, turn = self._clock(), SessionKey(key.tenant, parent.session_id), parent.turn
+        now_s, source, turn = self.clock(), SessionKey(key.tenant, parent.session_id), parent.turn
         made = partial(remains.fork, source=source, turn=turn, new_key=key, now_s=now_s, is_version=parent.is_version)
         return self.transactions.read(self._explaining(source, made))
 
@@ -160,7 +159,7 @@ class SessionStore:
         return self._change(key, **{name: value for name, value in given.items() if value is not None})
 
     def _change(self, key: SessionKey, **changes: Any) -> Ticket[SessionHead]:
-        return self._submit(key, partial(tables.change_head, key=key, now_s=self._clock(), **changes))
+        return self._submit(key, partial(tables.change_head, key=key, now_s=self.clock(), **changes))
 
     def delete(self, key: SessionKey, if_over_s: float | None = None) -> Ticket[Tombstone | None]:
         """Delete a session. The tombstone names the blocks to forget; None if there is no such session.
@@ -221,7 +220,7 @@ class SessionStore:
         A session updated between two pages moves to the front, so it never appears twice, but may not appear at all.
         Damaged sessions are left out and counted in `stats`. Raises RequestError for a wrong cursor.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         heads, are_damaged = self.transactions.read(
             lambda view: tables.list_heads(view, tenant, limit, after, is_personal, now_s)
         )

@@ -59,6 +59,8 @@ class StaleViewError(Exception):
 class View(Protocol):
     """A transaction on the tables. A scan ends before the next write."""
 
+    floor: int = 0  # of new numbers. It grows with time where a failover may lose the latest: none is given again
+
     def get(self, table: str, key: bytes) -> bytes | None: ...
 
     def put(self, table: str, key: bytes, value: bytes) -> None: ...
@@ -218,7 +220,7 @@ def next_number(view: View, counter: str, table: str, count: int = 1) -> int:
     """
     key = counter.encode()
     try:
-        number = last_number(view, counter) + 1
+        number = max(last_number(view, counter) + 1, view.floor)
     except StoreError:
         # One damaged record must not refuse every new session: take a number far beyond all recent ones.
         last = next(view.scan(table, reverse=True), (b"", b""))[0]

@@ -73,7 +73,7 @@ def create(store: SessionStore, key: SessionKey, *about, ttl_s=None):
     """A session without turns, as only the store itself makes one. about: system prompt, fingerprint and model."""
 
     def work(view):
-        return tables.append(view, replace(tables.draft_head(key, store._clock(), *about), ttl_s=ttl_s), (), ())
+        return tables.append(view, replace(tables.draft_head(key, store.clock(), *about), ttl_s=ttl_s), (), ())
 
     return store._submit(key, work)
 

@@ -5,7 +5,6 @@ A server is a member from before it holds KV of any session. A deletion stays un
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 
 from kvstore.errors import RemoteError
@@ -39,6 +38,7 @@ class Fleet(Sharing):
         self._was_member = storage.identity.name is not None
         self._carried = 0  # all deletions up to this number
         self._done: set[int] = set()  # beyond it
+        self.now = storage.server.now
         storage.sharing, storage.on_close = self, self.leases.close
 
     def has_turn(self, view: SharedView, key: SessionKey) -> bool:
@@ -109,14 +109,14 @@ class Fleet(Sharing):
     def _say(self) -> None:
         """Where Redis is out of memory it is said later: what makes room must go on."""
         with suppress(RefusedError):
-            self._server.ask(("HSET", self._members, self._member, f"{self._carried} {time.time():.0f}"))
+            self._server.ask(("HSET", self._members, self._member, f"{self._carried} {self._server.now():.0f}"))
 
     def _least_carried(self) -> int:
         """The last deletion that all members have carried out. Removes members that were away for too long."""
         (reply,) = self._server.ask(("HGETALL", self._members))
         flat = reply if isinstance(reply, list) else []
         records = {member: _record_of(record) for member, record in zip(flat[::2], flat[1::2], strict=True)}
-        gone = [member for member, (_, seen_s) in records.items() if seen_s < time.time() - AWAY_S]
+        gone = [member for member, (_, seen_s) in records.items() if seen_s < self._server.now() - AWAY_S]
         if gone:
             self._server.ask(("HDEL", self._members, *gone))  # type: ignore[arg-type]
         return min((carried for member, (carried, _) in records.items() if member not in gone), default=0)

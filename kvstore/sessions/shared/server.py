@@ -61,6 +61,7 @@ class SessionServer:
         self.address, self.durability, self.names = address, durability, Names.of(address.is_cluster)
         self.num_failures = 0
         self._num_replicas: int | None = None  # that were connected when this was last said
+        self._ahead_s = 0.0  # its clock, of ours
         self._lock = threading.Lock()
         self._idle: list[SessionConnection] = []
         self._quiet_until_s = 0.0  # monotonic
@@ -97,6 +98,10 @@ class SessionServer:
             self._give_back(client)
         self._note_answer()
         return replies
+
+    def now(self) -> float:
+        """Seconds since the epoch by the clock of Redis, which all servers share; by our own where it tells no time."""
+        return time.time() + self._ahead_s
 
     def await_back(self) -> None:
         """Wait until it answers again. Raises RemoteError if it does not within OUTAGE_S."""
@@ -136,6 +141,8 @@ class SessionServer:
                 raise UnfitError(wrong)
             raise (RemoteError if self.address.follows else RefusedError)(wrong)  # until a failover has ended
         self.note_replicas(about)
+        if told_us := facts_of(about).get("server_time_usec"):
+            self._ahead_s = int(told_us) / 1e6 - time.time()
 
     def _why_not(self, about: Reply, settings: Sequence[Reply]) -> str | None:
         """Why this Redis is unfit for sessions, and the remedy; None if it is fit."""

@@ -19,6 +19,7 @@ from kvstore.disk import check as disk_check
 from kvstore.disk.records import pack, seal
 from kvstore.errors import RemoteError, StoreError, StoreLostError
 from kvstore.sessions import tables
+from kvstore.sessions.record import micros
 from kvstore.sessions.shared.connection import Reply
 from kvstore.sessions.shared.server import Command, RefusedError, SessionServer, UnfitError
 from kvstore.sessions.shared.view import COMMIT, SharedView
@@ -212,7 +213,7 @@ class SharedTables:
             view.note(COUNTERS, NAME, name if isinstance(name, bytes) else None)
             return replies
 
-        view = SharedView(ask, self.server.names, self._session_numbers)
+        view = SharedView(ask, self.server.names, self._session_numbers, micros(self.server.now()))
         return view
 
     def _commit(self, view: SharedView, number: bytes) -> None:

@@ -59,14 +59,14 @@ return 1
 
 class SharedView:
     """A `View`. ask: sends a pipeline to the server. names: what its keys are called there. numbers: for new sessions,
-    which this server has to itself.
+    which this server has to itself. floor: see `View`.
 
     Records read by their keys are compared at the end; those found by a scan are not. That is enough: whatever changes
     a session changes its head, which is read by its key.
     """
 
-    def __init__(self, ask: Ask, names: Names, numbers: list[int] | None = None) -> None:
-        self._ask, self._names = ask, names
+    def __init__(self, ask: Ask, names: Names, numbers: list[int] | None = None, floor: int = 0) -> None:
+        self._ask, self._names, self.floor = ask, names, floor
         self._numbers, self._has_taken = [] if numbers is None else numbers, False
         self._num_asked = 0
         self._read: dict[tuple[str, bytes], bytes | None] = {}
@@ -87,7 +87,7 @@ class SharedView:
             self._read |= zip(some, self._fetched(some), strict=True)
 
     def new_session(self, take: Callable[[int], int]) -> int:
-        """See `View`. After a failover that has lost the latest writes another server may have been given the same."""
+        """See `View`. After a failover to a Redis whose clock is behind another server may have been given the same."""
         while True:
             if not self._numbers:
                 first, self._has_taken = take(NUMBERS_AT_ONCE), True

@@ -1,6 +1,7 @@
 """Deletions stay until every server that shares has carried them through, and no longer."""
 
 import time
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,9 @@ from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.fleet import AWAY_S
 from kvstore.sessions.shared.names import Names
 from kvstore.sessions.shared.storage import MemberIdentity
-from tests.children.session_child import TENANT, talk
+from kvstore.sessions.tables import COUNTERS, TOMBSTONES
+from tests.children.session_child import TENANT, make_turn, talk
+from tests.support.faults import constants
 
 
 def key(number: int) -> SessionKey:
@@ -83,3 +86,38 @@ def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_u
     assert not again.sharing.has_missed_deletions()
     assert again.pending_deletions() == []
     assert not one.sharing.has_missed_deletions()
+
+
+def test_a_deletion_that_a_failover_loses_does_not_hide_the_next_one(pair, redis):
+    """What Redis had before is there again, but not what the servers know."""
+    one, other = pair
+    for number in (1, 2):
+        talk(one, key(number), 1)
+    names = Names.of(False)
+    counters, dead = names.values(COUNTERS), names.values(TOMBSTONES)
+    before = redis.ask("HGET", counters, "deletion"), redis.ask("HGETALL", names.members)
+    lost = one.delete(key(1)).wait()
+    other.finish_deletion(lost.number).wait()
+    redis.ask("HDEL", counters, "deletion")
+    if before[0] is not None:
+        redis.ask("HSET", counters, "deletion", before[0])
+    redis.ask("HSET", names.members, *before[1])
+    redis.ask("DEL", dead, names.keys(TOMBSTONES))
+    tombstone = one.delete(key(2)).wait()
+    assert other.pending_deletions() == one.pending_deletions() == [tombstone]
+
+
+def test_a_server_whose_clock_is_wrong_ends_no_session_of_others(redis, share, tmp_path):
+    clocks = []
+    for ahead_s in (0.0, 3600.0, -3600.0):
+        with constants(time, time=partial(lambda real, ahead_s: real() + ahead_s, time.time, ahead_s)):
+            store = share(redis)
+            store.clock = store.sharing.now
+            store.renew()
+            if not clocks:
+                store.commit_turn(key(1), make_turn("s1", 1), ttl_s=600.0).wait()
+            assert store.head(key(1)) is not None
+            assert store.expired(store.clock()) == []
+            assert len(store.expired(store.clock() + 601)) == 1
+            clocks.append(store.clock())
+    assert max(clocks) - min(clocks) < 600
