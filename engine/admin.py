@@ -50,6 +50,7 @@ class Admin:
         """
         if self._sessions.sharing.has_missed_deletions():
             self._client.call(EvictBlocks(Evict(everything=True)))
+            self._chats.answers.forget_owner(b"")
         self._sessions.renew()
         began = time.monotonic()
         for tombstone in self._sessions.pending_deletions():

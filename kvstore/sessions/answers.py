@@ -98,7 +98,7 @@ def _remove(view: View, number: bytes) -> None:
 
 def _forget(view: View, owner: bytes) -> None:
     for place in [place for place, _ in view.scan(OWNED, owner)]:
-        _remove(view, place[len(owner) :])
+        _remove(view, place[KEY_BYTES:])
         view.delete(OWNED, place)
 
 
@@ -183,7 +183,7 @@ class AnswerStore:
         return struct.unpack(f"<{len(answer.token_ids) // 4}I", answer.token_ids)
 
     def forget_owner(self, owner: bytes) -> bool:
-        """Forget all answers of this owner. False: the disk failed, and has them still; ask again later."""
+        """Forget all answers of this owner; b"": of all. False: the disk failed and has them still; ask again later."""
         with suppress(StoreError):
             self.transactions.submit(lambda view: _forget(view, owner)).wait()
             return self._refused is None

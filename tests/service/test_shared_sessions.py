@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.sessions.shared.names import Names
+from kvstore.sessions.shared.storage import MemberIdentity
 from tests.support.redis_server import RedisServer
 from tests.support.service.clients import Progress, SessionClient, turns_of
 from tests.support.service.server_process import ServerProcess, launch, run_command
@@ -92,6 +94,25 @@ def test_a_session_deleted_on_one_server_is_unknown_on_the_other(fleet):
         reply = server.post("/chat", {"message": "Hello?", "session_id": session_id})
         assert refused(reply) == (404, "session_not_found")
     wait_until(lambda: one.admin("GET", "/admin/stats").json()["sessions"]["pending_deletions"] == 0, "carried through")
+
+
+def test_a_server_that_was_away_for_too_long_keeps_nothing_that_may_be_deleted(fleet):
+    server = fleet.servers[1]
+    chat(server, "A long story, if you please.")
+    server.flush()
+
+    def kept() -> tuple[int, int]:
+        stats = fleet.servers[1].admin("GET", "/admin/stats").json()
+        return stats["disk"]["blocks"], stats["answers"]["answers"]
+
+    assert min(kept()) > 0
+    fleet.restart(1)
+    assert min(kept()) > 0
+    server = fleet.servers[1]
+    server.kill()
+    fleet.redis.ask("HDEL", Names.of(False).members, MemberIdentity.of(fleet.stores[1]).member)
+    fleet.restart(1)
+    wait_until(lambda: kept() == (0, 0))
 
 
 def test_an_edit_on_one_server_holds_on_the_other(fleet):
