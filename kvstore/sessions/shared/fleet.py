@@ -13,13 +13,14 @@ from kvstore.sessions.check import Checked, check_apart
 from kvstore.sessions.record import SessionKey, Tombstone
 from kvstore.sessions.shared.leases import LEASE_S, Leases
 from kvstore.sessions.shared.server import RefusedError
-from kvstore.sessions.shared.storage import SharedTables
+from kvstore.sessions.shared.storage import IN_MEMORY, SharedTables
 from kvstore.sessions.shared.view import SharedView
 from kvstore.sessions.sharing import Read, Sharing
 from kvstore.sessions.tables import COUNTERS, TOMBSTONES, be64
 
 CONFIRMED = b"confirmed"  # a key of COUNTERS
 AWAY_S = 7 * 24 * 3600.0  # after which a member is not waited for any more
+AWAY_IN_MEMORY_S = 600.0  # and one without a store, which is a new member when it starts again
 MAX_DELETIONS = 10_000  # looked at together
 
 
@@ -35,11 +36,10 @@ class Fleet(Sharing):
         self._storage, self._server, self._member = storage, storage.server, storage.identity.member
         self._members = storage.server.names.members
         self.leases: Leases = Leases(storage.server, self._member, lease_s)
-        self._was_member = storage.identity.name is not None
         self._carried = 0  # all deletions up to this number
         self._done: set[int] = set()  # beyond it
         self.now = storage.server.now
-        storage.sharing, storage.on_close = self, self.leases.close
+        storage.sharing, storage.on_close = self, self._leave_fleet
 
     def has_turn(self, view: SharedView, key: SessionKey) -> bool:
         return view.lease_of(key) is not None
@@ -73,7 +73,7 @@ class Fleet(Sharing):
     def has_missed_deletions(self) -> bool:
         """Whether it was a member and no longer is one, so that deletions were not kept for it. Raises RemoteError."""
         (record,) = self._server.ask(("HGET", self._members, self._member))
-        return record is None and self._was_member
+        return record is None and self._storage.identity.was_member
 
     def renew(self, view: SharedView) -> None:
         """Say that this server is running. If it was no member, it becomes one, for deletions from now on."""
@@ -82,7 +82,7 @@ class Fleet(Sharing):
             self._carried = tables.last_number(view, tables.DELETION)
         else:
             self._carried = max(self._carried, _record_of(record)[0])
-        self._was_member = True
+        self._storage.identity.was_member = True
         self._say()
 
     def pending(self, view: SharedView) -> list[Tombstone]:
@@ -106,6 +106,12 @@ class Fleet(Sharing):
             if one <= least:
                 view.delete(TOMBSTONES, be64(one))
 
+    def _leave_fleet(self) -> None:
+        self.leases.close()
+        if self._storage.identity.path is None:
+            with suppress(RemoteError):
+                self._server.ask(("HDEL", self._members, self._member))
+
     def _say(self) -> None:
         """Where Redis is out of memory it is said later: what makes room must go on."""
         with suppress(RefusedError):
@@ -116,10 +122,14 @@ class Fleet(Sharing):
         (reply,) = self._server.ask(("HGETALL", self._members))
         flat = reply if isinstance(reply, list) else []
         records = {member: _record_of(record) for member, record in zip(flat[::2], flat[1::2], strict=True)}
-        gone = [member for member, (_, seen_s) in records.items() if seen_s < self._server.now() - AWAY_S]
+        gone = [member for member, (_, seen_s) in records.items() if seen_s < self._server.now() - _away_s(member)]
         if gone:
             self._server.ask(("HDEL", self._members, *gone))  # type: ignore[arg-type]
         return min((carried for member, (carried, _) in records.items() if member not in gone), default=0)
+
+
+def _away_s(member: object) -> float:
+    return AWAY_IN_MEMORY_S if isinstance(member, bytes) and member.startswith(IN_MEMORY.encode()) else AWAY_S
 
 
 def _record_of(value: object) -> tuple[int, float]:

@@ -29,6 +29,7 @@ from kvstore.sessions.tables import COUNTERS, StaleViewError
 T = TypeVar("T")
 FILE_NAME = "shared-sessions.id"
 NAME_BYTES, MEMBER_BYTES = 16, 8
+IN_MEMORY = "memory-"  # begins the name of a member whose KV ends with it
 FLEET, NAME = b"fleet", b"name"  # keys of COUNTERS
 GIVEN_UP = b"given up "  # and the name of sessions that were lost before these
 WAIT_MS = 2000  # for replicas of Redis
@@ -41,12 +42,13 @@ class MemberIdentity:
     """What a server's own store remembers of the sessions that it shares: their name, and its own.
 
     path: None without a store; the server is then a new member each time, as its KV does not outlive it. name: of the
-    sessions; None if it has shared none yet.
+    sessions; None if it has shared none yet. was_member: it may hold KV of sessions.
     """
 
     path: Path | None
     name: bytes | None
     member: str
+    was_member: bool = False
 
     @classmethod
     def of(cls, store: Path | None) -> MemberIdentity:
@@ -54,10 +56,10 @@ class MemberIdentity:
         try:
             name, member = ("", "") if path is None else path.read_text().split()
             if len(name) == 2 * NAME_BYTES and len(member) == 2 * MEMBER_BYTES:
-                return cls(path, bytes.fromhex(name), member)
+                return cls(path, bytes.fromhex(name), member, True)
         except (FileNotFoundError, ValueError):
             pass
-        return cls(path, None, secrets.token_hex(MEMBER_BYTES))
+        return cls(path, None, (IN_MEMORY if path is None else "") + secrets.token_hex(MEMBER_BYTES))
 
     def keep(self, name: bytes) -> None:
         """Raises OSError."""

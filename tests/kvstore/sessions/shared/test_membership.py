@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.shared.fleet import AWAY_S
+from kvstore.sessions.shared.fleet import AWAY_IN_MEMORY_S, AWAY_S
 from kvstore.sessions.shared.names import Names
 from kvstore.sessions.shared.storage import MemberIdentity
 from kvstore.sessions.tables import COUNTERS, TOMBSTONES
@@ -66,6 +66,7 @@ def test_a_new_server_owes_nothing_of_the_past(pair, redis, share):
     talk(one, key(1), 1)
     one.delete(key(1)).wait()
     new = share(redis)
+    assert not new.sharing.has_missed_deletions()
     new.renew()
     assert not new.sharing.has_missed_deletions()
     assert new.pending_deletions() == []
@@ -86,6 +87,24 @@ def test_a_server_that_was_away_for_too_long_is_not_waited_for_and_has_to_give_u
     assert not again.sharing.has_missed_deletions()
     assert again.pending_deletions() == []
     assert not one.sharing.has_missed_deletions()
+
+
+def test_a_server_without_a_store_is_waited_for_while_it_runs(pair, redis, share):
+    one = pair[0]
+    ended, killed = (share(redis) for _ in range(2))
+    for store in (ended, killed):
+        store.renew()
+    talk(one, key(1), 1)
+    tombstone = one.delete(key(1)).wait()
+    for store in (*pair, ended):
+        store.finish_deletion(tombstone.number).wait()
+    assert (one.stats()["pending_deletions"], one.stats()["servers"]) == (1, 4)
+    ended.close()
+    assert one.stats()["servers"] == 3
+    redis.ask("HSET", Names.of(False).members, killed.sharing._member, f"0 {time.time() - AWAY_IN_MEMORY_S - 10:.0f}")
+    one.finish_deletion(tombstone.number).wait()
+    assert (one.stats()["pending_deletions"], one.stats()["servers"]) == (0, 2)
+    assert killed.sharing.has_missed_deletions(), "it was cut off, and gives up what it has in memory"
 
 
 def test_a_deletion_that_a_failover_loses_does_not_hide_the_next_one(pair, redis):
