@@ -13,6 +13,7 @@ from aiohttp import web
 
 from kvstore import __version__
 from kvstore.engine.outputs import CachedTokensDetails, Timings
+from kvstore.service.api.schema import must_be_given
 from kvstore.service.http.errors import PARAMETER, Route
 
 VERSION = "3.1.0"
@@ -59,10 +60,11 @@ def _operation(route: Route, schemas: dict[type | None, Json]) -> Json:
         "security": [] if route.access == "public" else [{"bearer": []}],
         "responses": _responses(route, schemas),
     }
-    if parameters := list(_parameters(route.path)):
+    if parameters := [*_parameters(route.path), *_queries(route.query)]:
         found["parameters"] = parameters
     if route.body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[route.body]}}}
+        content = {"application/json": {"schema": schemas[route.body]}}
+        found["requestBody"] = {"required": must_be_given(route.body), "content": content}
     return found
 
 
@@ -70,6 +72,12 @@ def _parameters(path: str) -> Iterator[Json]:
     for name, pattern in PARAMETER.findall(path):
         schema = {"type": "string", "pattern": f"^(?:{pattern or SEGMENT})$"}
         yield {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _queries(query: type | None) -> Iterator[Json]:
+    fields = {} if query is None else msgspec.json.schema_components([query])[1][query.__name__]["properties"]
+    for name, schema in fields.items():
+        yield {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 def _responses(route: Route, schemas: dict[type | None, Json]) -> Json:

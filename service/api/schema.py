@@ -330,6 +330,11 @@ def check_part(part: ContentPart, where: str) -> None:
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------
+def must_be_given(type_: Any) -> bool:
+    """Whether a body of this type has fields that have to be there."""
+    return any(field.required for field in msgspec.structs.fields(type_))
+
+
 async def accept(request: web.Request, type_: type[T]) -> tuple[Context, T]:
     """The body of a request for this server's model, which it may name. Raises as `read_body` and `check_model`."""
     context, body = context_of(request), await read_body(request, type_)
@@ -345,7 +350,11 @@ def check_model(context: Context, name: str | None) -> None:
 
 
 async def read_body(request: web.Request, type_: type[T]) -> T:
-    """The request's JSON as a `type_`. Raises ApiError 400, 408, 413 or 415, and ReaderGone."""
+    """The request's JSON as a `type_`; no body counts as an empty one where it may be. Raises ApiError 400, 408, 413 or
+    415, and ReaderGone.
+    """
+    if not request.body_exists and not must_be_given(type_):
+        return type_()
     _check_headers(request)
     options, limits = context_of(request).options, context_of(request).limits
     try:
@@ -359,6 +368,14 @@ async def read_body(request: web.Request, type_: type[T]) -> T:
     except ConnectionError as error:
         raise ReaderGone("the client went away") from error
     return parse(raw, type_)
+
+
+def read_query(request: web.Request, type_: type[T]) -> T:
+    """Raises ApiError 400 that names the parameter."""
+    try:
+        return msgspec.convert(dict(request.query), type_, strict=False)
+    except msgspec.ValidationError as error:
+        raise field_error(str(error)) from None
 
 
 def _check_headers(request: web.Request) -> None:

@@ -165,9 +165,9 @@ def _http_error(error: web.HTTPException) -> ApiError:
 
 @dataclass(frozen=True)
 class Route:
-    """One route of the service. body, answer, status: types of the JSON and the status of a success, for the
-    description of the interface. errors: type of the JSON of an error, with `ErrorBody.of`. is_polled: by machines,
-    every few seconds.
+    """One route of the service. body, answer, query, status: types of the JSON and the query, and the status of a
+    success, for the description of the interface. errors: type of the JSON of an error, with `ErrorBody.of`. is_polled:
+    by machines, every few seconds.
     """
 
     method: str
@@ -180,6 +180,7 @@ class Route:
     tag: str = ""
     status: int = 200
     errors: type[Any] = ErrorBody
+    query: type | None = None
     is_polled: bool = False
 
     def __post_init__(self) -> None:

@@ -285,6 +285,14 @@ class CallOutput(msgspec.Struct, kw_only=True):
     status: str = "completed"
 
 
+class ItemsQuery(msgspec.Struct):
+    """after: an item's id, as `last_id` of the page before."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20  # OpenAI's
+    order: str = "desc"
+    after: str | None = None
+
+
 class ItemList(msgspec.Struct, kw_only=True):
     """A page of what a response answers: `InputMessage`, `CallOutput` and `OutputItem`. last_id: pass it as `after` to
     get the next one.

@@ -27,15 +27,14 @@ from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exch
 from kvstore.service.api.naming import name_of
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, check_exact, open_stateless
-from kvstore.service.api.schema import accept, edits_in, sampling_params
+from kvstore.service.api.schema import accept, edits_in, read_body, read_query, sampling_params
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.routes import EmptyBody, read_optional_body, whole_number
+from kvstore.service.api.sessions.routes import EmptyBody
 from kvstore.service.api.sessions.turns import TurnRequest, TurnResult, new_session_id, open_turn, request_key_of
 from kvstore.service.http.errors import ApiError, Route, bad_request, json_response, renaming
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
-DEFAULT_ITEMS, MAX_ITEMS = 20, 100  # OpenAI's
 Turns = Sequence[Turn[TurnResult]]
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
 
@@ -333,29 +332,29 @@ async def input_items(request: web.Request) -> web.Response:
     """What a stored response answers: the conversation up to it, the last item first unless `order` is "asc"."""
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
     session_id, number = _place(name, "response_id")
-    key, limit = SessionKey(tenant, session_id), whole_number(request, "limit", DEFAULT_ITEMS, 1, MAX_ITEMS)
-    if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
-        raise bad_request("order", f"order is {order[:40]!r}; give asc or desc")
+    key, asked = SessionKey(tenant, session_id), read_query(request, schema.ItemsQuery)
+    if asked.order not in ("asc", "desc"):
+        raise bad_request("order", f"order is {asked.order[:40]!r}; give asc or desc")
     await context.engine.call(_read, context.engine.engine, key, number, name)
     before = await context.engine.call(_before, context.engine.engine, key, number)
     if before is None:  # deleted just now
         raise _unknown(name, "response_id")
     items = schema.input_items(session_id, before.transcript[:-1])
-    items = items if order == "asc" else items[::-1]
-    if (after := request.query.get("after")) is not None:
+    items = items if asked.order == "asc" else items[::-1]
+    if asked.after is not None:
         ids = [item.id for item in items]
-        if after not in ids:
-            raise bad_request("after", f"after is {after[:160]!r}, and no item of this response has that id")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
+        if asked.after not in ids:
+            raise bad_request("after", f"after is {asked.after[:160]!r}, and no item of this response has that id")
+        items = items[ids.index(asked.after) + 1 :]
+    page, has_more = items[: asked.limit], len(items) > asked.limit
     first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
-    return json_response(schema.ItemList(data=page, first_id=first_id, last_id=last_id, has_more=len(items) > limit))
+    return json_response(schema.ItemList(data=page, first_id=first_id, last_id=last_id, has_more=has_more))
 
 
 async def cancel(request: web.Request) -> web.Response:
     """End a stored response that is being made, and keep what was said. One that has ended stays as it is."""
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
-    await read_optional_body(request, EmptyBody)
+    await read_body(request, EmptyBody)
     session_id, number = _place(name, "response_id")
     hold = context.claims.on(SessionKey(tenant, session_id))
     if hold is not None and hold.owner is not None and hold.owner.number == number:
@@ -378,7 +377,17 @@ _TAG, _ANSWER = "responses", schema.ResponseObject
 ROUTES = (
     Route("POST", ROUTE, create, "user", "A response, as one turn of a session.", schema.ResponseBody, _ANSWER, _TAG),
     Route("GET", f"{ROUTE}/{{id}}", show, "user", "A stored response.", None, _ANSWER, _TAG),
-    Route("GET", f"{ROUTE}/{{id}}/input_items", input_items, "user", "What it answers.", None, schema.ItemList, _TAG),
+    Route(
+        "GET",
+        f"{ROUTE}/{{id}}/input_items",
+        input_items,
+        "user",
+        "What it answers.",
+        None,
+        schema.ItemList,
+        _TAG,
+        query=schema.ItemsQuery,
+    ),
     Route("POST", f"{ROUTE}/{{id}}/cancel", cancel, "user", "End it, keeping what was said.", EmptyBody, _ANSWER, _TAG),
     Route(
         "POST",

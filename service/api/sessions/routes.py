@@ -4,7 +4,6 @@ its own.
 Another tenant's session gets the same answer as one that does not exist.
 """
 
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from kvstore.engine.turns import ending
 from kvstore.errors import ContextLengthError, SessionNotFoundError, StoreError
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import Context, context_of, tenant_of
-from kvstore.service.api.schema import UsageObject, read_body, usage_object
+from kvstore.service.api.schema import UsageObject, read_body, read_query, usage_object
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import MessageOut, message_out
 from kvstore.service.http.errors import Route, bad_request, json_response
@@ -33,14 +32,28 @@ from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord, transcr
 
 T = TypeVar("T")
 
-MAX_LISTED = 1000
-DEFAULT_LISTED = 100
 MAX_TURNS = 2**31
 MAX_TITLE_CHARS = 200
 Title = Annotated[str, Meta(min_length=1, max_length=MAX_TITLE_CHARS)]
+Listed = Annotated[int, Meta(ge=1, le=1000)]
 
 
-# -- bodies and answers ----------------------------------------------------------------------------------------------
+# -- queries, bodies and answers -------------------------------------------------------------------------------------
+class SessionsQuery(msgspec.Struct):
+    """after: `next` of the page before. personal: only those that are a person's (true), or are not (false)."""
+
+    limit: Listed = 100
+    after: str | None = None
+    personal: bool | None = None
+
+
+class TurnsQuery(msgspec.Struct):
+    """The turns after `turns_after`, at most `limit` of them."""
+
+    turns_after: Annotated[int, Meta(ge=0, le=MAX_TURNS)] = 0
+    limit: Listed = 100
+
+
 class ImportBody(msgspec.Struct):
     """A conversation from elsewhere: messages up to an answer, the system prompt first if there is one."""
 
@@ -240,42 +253,20 @@ def key_of(request: web.Request) -> SessionKey:
     return SessionKey(tenant_of(request), request.match_info["id"])
 
 
-def whole_number(request: web.Request, name: str, default: int, low: int, high: int) -> int:
-    """Of the query. Raises ApiError 400."""
-    text = request.query.get(name, str(default))
-    if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
-        raise bad_request(name, f"{name} must be a whole number from {low} to {high}")
-    return int(text)
-
-
-async def read_optional_body(request: web.Request, type_: type[T]) -> T:
-    """Like `read_body`; a missing body counts as an empty one."""
-    return await read_body(request, type_) if request.body_exists else type_()
-
-
 # -- looking ---------------------------------------------------------------------------------------------------------
 async def list_sessions(request: web.Request) -> web.Response:
-    """personal: only those that are a person's (true), or are not (false)."""
-    context, tenant = context_of(request), tenant_of(request)
-    limit = whole_number(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
-    personal = request.query.get("personal")
-    if personal not in (None, "true", "false"):
-        raise bad_request("personal", "personal must be true or false")
+    context, tenant, page = context_of(request), tenant_of(request), read_query(request, SessionsQuery)
     listed = context.engine.engine.admin.list_sessions
-    is_personal = None if personal is None else personal == "true"
-    heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None, is_personal)
-    shown = heads[:limit]
+    heads = await context.engine.call(listed, tenant, page.limit + 1, page.after or None, page.personal)
+    shown = heads[: page.limit]
     data = [_info(context, head) for head in shown]
-    return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
+    return json_response(SessionList("list", data, len(heads) > page.limit, shown[-1].cursor if shown else None))
 
 
 async def show(request: web.Request) -> web.Response:
-    """The turns after `turns_after`, at most `limit` of them."""
-    context, key = context_of(request), key_of(request)
-    after = whole_number(request, "turns_after", 0, 0, 2**31)
-    limit = whole_number(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+    context, key, page = context_of(request), key_of(request), read_query(request, TurnsQuery)
     try:
-        head, records, said = await context.engine.call(_read, context, key, after, limit)
+        head, records, said = await context.engine.call(_read, context, key, page.turns_after, page.limit)
     except SessionNotFoundError:
         if not context.is_begun(key):
             raise
@@ -374,7 +365,7 @@ async def delete(request: web.Request) -> web.Response:
 
 async def fork(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
-    body = await read_optional_body(request, ForkBody)
+    body = await read_body(request, ForkBody)
     new_id, admin = secrets.token_hex(turns.ID_BYTES), context.engine.engine.admin
     head = await context.engine.call(admin.fork_session, key.session_id, body.turn, new_id, key.tenant)
     return json_response(_info(context, head))
@@ -382,7 +373,7 @@ async def fork(request: web.Request) -> web.Response:
 
 async def prefetch(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
-    await read_optional_body(request, EmptyBody)
+    await read_body(request, EmptyBody)
     await turns.check_exists(context, key)
     await context.engine.call(context.engine.engine.prefetch, key.session_id, key.tenant)
     return json_response(Prefetching(key.session_id, True), 202)
@@ -433,7 +424,7 @@ def _edit(context: Context, key: SessionKey, body: EditBody) -> EditResult:
 async def stop(request: web.Request) -> web.Response:
     """End the running turn now, and keep what was said."""
     context, key = context_of(request), key_of(request)
-    await read_optional_body(request, EmptyBody)
+    await read_body(request, EmptyBody)
     await turns.check_exists(context, key)
     hold = context.claims.on(key)
     turn = None if hold is None else hold.owner  # an edit and a truncation have none
@@ -444,9 +435,11 @@ async def stop(request: web.Request) -> web.Response:
 
 _TAG = "sessions"
 ROUTES = (
-    Route("GET", "/sessions", list_sessions, "user", "One's own sessions.", None, SessionList, _TAG),
+    Route(
+        "GET", "/sessions", list_sessions, "user", "One's own sessions.", None, SessionList, _TAG, query=SessionsQuery
+    ),
     Route("POST", "/sessions", import_session, "user", "A conversation from elsewhere.", ImportBody, SessionInfo, _TAG),
-    Route("GET", "/sessions/{id}", show, "user", "A session with its turns.", None, SessionOut, _TAG),
+    Route("GET", "/sessions/{id}", show, "user", "A session with its turns.", None, SessionOut, _TAG, query=TurnsQuery),
     Route("DELETE", "/sessions/{id}", delete, "user", "Delete a session and its KV.", None, Deleted, _TAG),
     Route("POST", "/sessions/{id}/label", label, "user", "Its title, and whose it is.", LabelBody, SessionInfo, _TAG),
     Route("POST", "/sessions/{id}/fork", fork, "user", "A new session like this.", ForkBody, SessionInfo, _TAG),

@@ -74,9 +74,21 @@ def test_every_route_is_described_with_who_may_use_it():
 
 def test_every_parameter_of_a_path_is_described():
     for path, _, found in OPERATIONS:
-        named = [parameter["name"] for parameter in found.get("parameters", ()) if parameter["in"] == "path"]
-        assert named == re.findall(r"\{(\w+)\}", path)
-        assert all(re.compile(parameter["schema"]["pattern"]) for parameter in found.get("parameters", ()))
+        in_path = [parameter for parameter in found.get("parameters", ()) if parameter["in"] == "path"]
+        assert [parameter["name"] for parameter in in_path] == re.findall(r"\{(\w+)\}", path)
+        assert all(re.compile(parameter["schema"]["pattern"]) for parameter in in_path)
+
+
+def test_queries_and_bodies_that_may_be_missing_are_described():
+    described = {(method, path): found for path, method, found in OPERATIONS}
+    items = described["get", "/v1/responses/{id}/input_items"]["parameters"]
+    assert {each["name"]: each["schema"]["default"] for each in items if each["in"] == "query"} == {
+        "limit": 20, "order": "desc", "after": None,
+    }  # fmt: skip
+    needed = {
+        path: found["requestBody"]["required"] for (_, path), found in described.items() if "requestBody" in found
+    }
+    assert needed["/sessions/{id}/pin"] and not needed["/sessions/{id}/fork"] and not needed["/sessions/{id}/prefetch"]
 
 
 class Streamed(msgspec.Struct):
