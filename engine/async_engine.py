@@ -14,10 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 from kvstore.engine.client.messages import Spliced
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import NO_EARLIER, Earlier, Piece, RequestOutput
+from kvstore.engine.outputs import NO_EARLIER, Earlier, EditResult, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession, Recalled
-from kvstore.engine.sessions.edits import Directive, EditResult
+from kvstore.engine.sessions.edits import Directive
 from kvstore.engine.sessions.window import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message

@@ -307,6 +307,18 @@ class AppliedEdit(msgspec.Struct, frozen=True):
         return {name: count for name, count in msgspec.structs.asdict(self).items() if isinstance(count, int)}
 
 
+@dataclass(frozen=True, slots=True)
+class EditResult:
+    """What an edit has done. turn: its number. reuse: "exact" also where "reencode" found no KV to keep. num_tokens: in
+    the window now; num_reencoded_tokens: of these, whose KV was kept behind the edit.
+    """
+
+    turn: int
+    reuse: str
+    num_tokens: int
+    num_reencoded_tokens: int
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The result of one prompt. text, token_ids, content, and so on are those of the first choice."""

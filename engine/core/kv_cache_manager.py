@@ -414,6 +414,8 @@ class RequestBlocks:
         begins_anywhere = manager.states is None and manager.windows is None
         if manager.pool.lookup(block_id) is not None and not begins_anywhere:
             loss = Loss("no_checkpoint", "hbm")
+        elif request.moved_from is not None and num_cached >= request.moved_from * size:
+            loss = Loss("not_loaded", why="only re-encoded KV is there")
         elif request.may_load:
             loss = self.connector.why_missing(request.request_id, block_id, request.had_s)
         else:

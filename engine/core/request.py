@@ -116,6 +116,7 @@ class Request:
     num_had: int = 0  # how many of its first tokens an earlier request had, whose KV was there at had_s
     had_s: float = 0.0
     loss: tuple[int, Loss] | None = None  # the first of these that is computed, and why
+    moved_from: int | None = None  # the first block whose KV was there, but moved, which it refuses
     num_saved_tokens: int = 0  # of its prompt: see `KVConnector.take_num_saved`
     pending_s: float | None = None  # when it could have started, had its blocks not been on their way
     scheduled_s: float | None = None  # when its first step began
@@ -157,6 +158,7 @@ class Request:
         if self.params.kv_exact:
             self.takes_copies = False
             if self.lineage.splice_index is not None:
+                self.moved_from = self.lineage.first_reencoded
                 self.lineage, self.chain = self.lineage.exact, []
         self.extend_chain()
 

@@ -20,10 +20,10 @@ from typing import Any
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.client.messages import Forget, Pin
 from kvstore.engine.client.requests import CoreClient, Listener
-from kvstore.engine.outputs import AppliedEdit, Piece, RequestOutput
+from kvstore.engine.outputs import AppliedEdit, EditResult, Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.edits import Changed, Directive, EditResult, directives_of, edited_turn, edits_at, edits_of
-from kvstore.engine.sessions.window import OneTurn, Window, spliced_blocks
+from kvstore.engine.sessions.edits import Changed, Directive, directives_of, edited_turn, edits_at, edits_of, shortened
+from kvstore.engine.sessions.window import OneTurn, Window
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.language import Language
 from kvstore.engine.text.prompts import (
@@ -171,9 +171,10 @@ class ChatSession:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
                 cleared, applied = self._cleared(messages, options)
-                before, lineage = (self.window if cleared is None else cleared[0]), self.window.lineage
-                undo.callback(self.chats.client.forget, spliced_blocks(before.chain, before.lineage, lineage))
-                edit = None if cleared is None else cleared[1]
+                before, edit = (self.window, None) if cleared is None else cleared[:2]
+                new = () if edit is None else {*before.chain}.difference(self.window.chain)
+                self.unstored.update(new)
+                undo.callback(self.chats.client.forget, [*new])
                 hold.turn = turn = self._submit(before, edit, messages, params, hold, listener, options, recall)
             undo.pop_all()
             turn.handle.output.applied_edits = applied
@@ -270,15 +271,14 @@ class ChatSession:
         Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
         """
         with self._changing() as hold:
-            before, template = self.window, self.chats.language.chat_template()
-            after = before.last(num_turns, self.chats.client, self.tenant, self.truncation_reuse)
-            if after is None:
-                self.chats.sessions.confirm()
+            chats, number, reuse = self.chats, self.num_turns + 1, self.truncation_reuse
+            client, language = chats.client, chats.language
+            changed = shortened(self.window, num_turns, number, reuse, language, client, self.tenant)
+            if changed is None:
+                chats.sessions.confirm()
                 return None
-            num_tokens, number = max(0, len(before.token_ids) - after.num_tokens(template)), self.num_turns + 1
-            record = after.record(number, (), truncated_tokens=num_tokens, finish_reason="truncated")
-            self._store_change((after, record, ()), hold)
-            return record
+            self._store_change(changed, hold)
+            return changed[1]
 
     def edit(
         self, edits: Sequence[Directive | Mapping[str, Any]], reuse: str = "exact", expected_turn: int | None = None
@@ -322,7 +322,7 @@ class ChatSession:
         try:
             self.store([record], after, hold, forgotten)
         except Exception:
-            self.chats.client.forget(spliced_blocks(after.chain, after.lineage, before.lineage))
+            self.chats.client.forget([*{*after.chain}.difference(before.chain)])
             raise
 
     def _cleared(

@@ -54,18 +54,6 @@ Directives = Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=MA
 _directives = msgspec.json.Decoder(Directives)  # so that msgspec has looked into the type
 
 
-@dataclass(frozen=True, slots=True)
-class EditResult:
-    """What an edit has done. turn: its number. reuse: "exact" also where "reencode" found no KV to keep. num_tokens: in
-    the window now; num_reencoded_tokens: of these, whose KV was kept behind the edit.
-    """
-
-    turn: int
-    reuse: str
-    num_tokens: int
-    num_reencoded_tokens: int
-
-
 def message_id(place: Place) -> str:
     """As a message of a session is named in directives."""
     return f"{place[0]}.{place[1]}"
@@ -193,10 +181,23 @@ def edited_turn(
     Raises RequestError.
     """
     after, num_reencoded = _edit(before, transcript(turns), edits, reuse, language, client, tenant)
-    miss = None if after.miss is None else msgspec.structs.asdict(after.miss)
     kept, forgotten = ((), edits) if reuse == "forget" else (edits, ())
-    record = after.record(len(turns) + 1, (), edits=kept, finish_reason="edited", miss=miss)
+    record = after.record(len(turns) + 1, (), miss=after.miss, edits=kept, finish_reason="edited")
     return (after, record, forgotten), num_reencoded
+
+
+def shortened(
+    before: Window, num_turns: int, number: int, reuse: str, language: Language, client: CoreClient, tenant: str
+) -> Changed | None:
+    """The turn of this number, after which only the last turns are in the window; None if it has no more."""
+    if (last := before.last(num_turns)) is None:
+        return None
+    after, spans = last
+    if spans:
+        after, _ = with_kv(before, after, spans, client, tenant, reuse, "truncation")
+    num_tokens = max(0, len(before.token_ids) - after.num_tokens(language.chat_template()))
+    record = after.record(number, (), miss=after.miss, truncated_tokens=num_tokens, finish_reason="truncated")
+    return after, record, ()
 
 
 def _edit(
@@ -214,7 +215,7 @@ def _edit(
             num_dropped -= 1
     check_edited(before.messages, messages, language.chat_template())
     after, parts = edited(before, messages, num_dropped, left, language)
-    return with_kv(before, after, parts, client, tenant, reuse)
+    return with_kv(before, after, parts, client, tenant, reuse, "edit")
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
@@ -263,12 +264,13 @@ def edited(
 
 
 def with_kv(
-    before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str, reuse: str
+    before: Window, after: Window, parts: Sequence[Part], client: CoreClient, tenant: str, reuse: str, cause: str
 ) -> tuple[Window, int]:
-    """The window after the edit, with the chain of its ids and what the next turn computes anew; and how many tokens
-    keep their KV behind the edit.
+    """The window after a change, with the chain of its ids and what the next turn computes anew; and how many tokens
+    keep their KV behind the change.
 
-    parts: what its ids are made of. What a splice reused may have read what is to be forgotten.
+    parts: what its ids are made of. What a splice reused may have read what is to be forgotten. cause: of a miss of
+    what is computed anew.
     """
     size, lineage, num_reencoded = client.facts.block_size, before.lineage, 0
     known = common_prefix(before.token_ids, after.token_ids)
@@ -288,11 +290,13 @@ def with_kv(
         chain = before.chain[:num_whole]
     extend_chain(chain, lineage.root, after.token_ids, size)
     num_had = _num_kept(parts, known) if after.token_ids else len(before.token_ids) - known
+    if before.miss is not None and spliced is None:  # nobody had what an earlier edit has brought
+        num_had = min(num_had, before.miss.token + before.miss.tokens - known)
     miss = None
-    if num_had > 0:
+    if num_had > 0 or known < len(after.token_ids):
         pairs = enumerate(zip(before.shown, after.shown, strict=False))
         first = next((index for index, (old, new) in pairs if old != new), None)
-        miss = Miss("edit", num_had, known, first, None if first is None else after.shown[first]["role"])
+        miss = Miss(cause, num_had, known, first, None if first is None else after.shown[first]["role"])
     return replace(after, chain=chain, lineage=lineage, miss=miss), num_reencoded
 
 

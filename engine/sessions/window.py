@@ -121,7 +121,10 @@ class Window:
             list(state.turn_starts), state.options, miss=None if state.miss is None else Miss(**state.miss),
         )  # fmt: skip
 
-    def record(self, number: int, messages: Sequence[Message], since: Window | None = None, **more: Any) -> TurnRecord:
+    def record(
+        self, number: int, messages: Sequence[Message], since: Window | None = None, miss: Miss | None = None,
+        **more: Any,
+    ) -> TurnRecord:  # fmt: skip
         """What is stored of a turn that ends so: the ids that come after those of `since`; all of them without that."""
         num_ids, num_blocks = (0, 0) if since is None else (len(since.token_ids), len(since.chain))
         first, *others = self.lineage.splices or (SpliceRun(0, b"", 0),)
@@ -130,7 +133,8 @@ class Window:
             number=number, messages=messages, token_ids=self.token_ids[num_ids:], chain=chain[num_blocks:],
             base="rebase" if since is None else "append", first_reencoded=self.lineage.splice_index,
             splice_parent=first.parent, splice_end=first.end, splices=others, turn_starts=self.turn_starts,
-            num_dropped_messages=self.num_dropped, created_s=time.time(), options=self.options, **more,
+            num_dropped_messages=self.num_dropped, created_s=time.time(), options=self.options,
+            miss=None if miss is None else structs.asdict(miss), **more,
         )  # fmt: skip
 
     @property
@@ -211,10 +215,9 @@ class Window:
 
     def had_of(self, turn: NextTurn, template: ChatTemplate, said: Sequence[Message], ended_s: float) -> Earlier:
         """What the session had of the next prompt. ended_s: when its last turn did."""
-        if self.miss is not None:
-            return Earlier(0 if turn.rebase else self.miss.token, ended_s, self.miss)
+        moved = None if self.miss is None else Earlier(self.miss.token, ended_s, self.miss)
         if not turn.rebase:
-            return Earlier(max(0, len(self.token_ids) - 1), ended_s)
+            return moved or Earlier(max(0, len(self.token_ids) - 1), ended_s)
         shown = [*self.kept(turn.num_dropped), *said]
         new_from = (turn.turn_starts or [len(turn.prompt)])[-1] if turn.truncated_tokens or turn.spans else None
         prompt = MadePrompt(turn.prompt, shown, template, new_from, turn.truncated_tokens > 0)
@@ -222,7 +225,9 @@ class Window:
             return had_by_other_weights(prompt, self.num_foreign, ended_s)
         reasoned = frozenset(i for i, message in enumerate(shown) if "reasoning_content" in message)
         known = Rendering((), reasoned, self.options, ended_s=ended_s)
-        return compare(prompt, Rendering(options=turn.options), self.token_ids, known)
+        had = self.token_ids if self.miss is None else self.token_ids[: self.miss.token + self.miss.tokens]
+        found = compare(prompt, Rendering(options=turn.options), had, known)
+        return found if moved is None or found.num_tokens < moved.num_tokens else moved
 
     def _rendered(
         self, template: ChatTemplate, num_dropped: int, said: Sequence[Message], options: bytes,
@@ -283,8 +288,9 @@ class Window:
         return "dropped" if (is_dropped or is_rendered) and template.hidden_thinking([*shown, *said]) else "kept"
 
     # -- truncation --------------------------------------------------------------------------------------------------
-    def last(self, num_turns: int, client: CoreClient, tenant: str, reuse: str) -> Window | None:
-        """The window with only its last turns, with the same ids; None when it has no more turns than that.
+    def last(self, num_turns: int) -> tuple[Window, Sequence[tuple[int, int]]] | None:
+        """The window with only its last turns, with the same ids, and the ranges of these that stay; None when it has
+        no more turns than that. Its chain is not known.
 
         If turn starts are unknown, or no turn is kept, it has no ids, and the next prompt is rendered.
         """
@@ -296,20 +302,15 @@ class Window:
         num_dropped = len(said) if num_turns == 0 else begins[-num_turns] if num_turns <= len(begins) else 0
         if num_dropped <= self.num_dropped:
             return None
+        bare = replace(
+            self, num_dropped=num_dropped, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[], miss=None
+        )
         if not self.turn_starts or num_turns == 0:
-            return replace(
-                self, num_dropped=num_dropped, token_ids=[], chain=[], lineage=self.lineage.exact, turn_starts=[]
-            )
+            return bare, ()
         head, cut = self.turn_starts[0], self.turn_starts[-num_turns]
         kept = self.token_ids[:head] + self.token_ids[cut:]
         starts = [start - (cut - head) for start in self.turn_starts[-num_turns:]]
-        spliced = None
-        if reuse == "reencode":
-            spans = [(0, head), (cut, len(self.token_ids))]
-            spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, spans, tenant))
-        chain, lineage = spliced or ([], self.lineage.exact)
-        extend_chain(chain, lineage.root, kept, client.facts.block_size)
-        return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts, self.options)
+        return replace(bare, token_ids=kept, turn_starts=starts), ((0, head), (cut, len(self.token_ids)))
 
     def _truncated(
         self, client: CoreClient, template: ChatTemplate, new: Sequence[Message], whole: NextTurn,
@@ -441,8 +442,7 @@ class OneTurn:
             number, after.messages if number == 1 else after.messages[-len(self.said) - 1 :],
             self.before if is_next else None, truncated_tokens=self.next.truncated_tokens,
             finish_reason=output.finish_reason or "", usage=counts_of(output),
-            miss=None if output.usage.miss is None else structs.asdict(output.usage.miss),
-            idempotency_key=self.idempotency_key, spans=self.next.span_blocks,
+            miss=output.usage.miss, idempotency_key=self.idempotency_key, spans=self.next.span_blocks,
         )  # fmt: skip
 
     def unneeded_blocks(self, is_stored: bool, is_deleted: bool, block_size: int, known: Lineage) -> Sequence[BlockId]:

@@ -7,7 +7,7 @@ any place in a block and is rotated when it is loaded there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -43,6 +43,11 @@ class NewBlock:
     runs: list[tuple[list[BlockRecord], SplicePiece]]
     first_token: int | None = None
 
+    def can_be_made(self, stored: StoredBlocks) -> bool:
+        """Whether it is there, or all that it is copied from."""
+        needed = [source for sources, _ in self.runs for source in sources]
+        return stored.holds(self.records[-1].block_id) or all(stored.holds(one.block_id) for one in needed)
+
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
@@ -55,9 +60,10 @@ class Spliced:
 
 def plan_chain(
     old: ChainContent, spans: Sequence[tuple[int, int]], stored: StoredBlocks, secret: bytes,
-    head: tuple[Sequence[BlockId], Lineage] | None = None,
+    head: tuple[Sequence[BlockId], Lineage] | None = None, most: int | None = None,
 ) -> Spliced | None:  # fmt: skip
-    """The chain of the kept `spans` of old tokens, as far as full blocks can be made. None if nothing can be reused.
+    """The chain of the kept `spans` of old tokens, as far as full blocks can be made: before the first one that needs a
+    block that no tier holds, and `most` of them. None if nothing can be reused, or a span not as a whole.
 
     Its first blocks, before any token that moved and before an earlier splice, are the old ones. Or they are those of
     `head`, which may have splices of its own. If layers have windows, it ends where these can be made of what is
@@ -68,6 +74,7 @@ def plan_chain(
         return None
     keeps_first = head is None and not old.lineage.sources
     planned = plan_splice(spans, size, len(old.chain), old.lineage.splice_index if keeps_first else 0)
+    planned = replace(planned, blocks=planned.blocks[:most])
     new_blocks = planned.blocks[: _num_with_windows(old, planned, stored)]
     if not new_blocks or (head is not None and stored.num_state_blocks):
         return None
@@ -90,7 +97,10 @@ def plan_chain(
         if stored.num_state_blocks and index >= end - stored.state_span:
             runs = [(stored.state_records(old, one.source_block + 1), one) for one in block.pieces]
             states.append(NewBlock(stored.state_records(new, index + 1), runs, index * size))
-    return Spliced(chain, new.lineage, blocks + states)
+    lost = next((number for number, block in enumerate(blocks) if not block.can_be_made(stored)), None)
+    if lost is None:
+        return Spliced(chain, new.lineage, blocks + states)
+    return plan_chain(old, spans, stored, secret, head, lost) if new.lineage.root == old.lineage.root else None
 
 
 def _num_with_windows(old: ChainContent, planned: SplicePlan, stored: StoredBlocks) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvstore.engine.client.messages import Spliced
 from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import AppliedEdit, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
@@ -106,7 +107,8 @@ async def _stateless(context: Context, history: StatelessRequest, turn: Turn[Tur
             param = params.structured_outputs.param
             message = f"{param} is about a whole answer, and continue_final_message asks for the rest of one"
             raise RequestError(f"{message}; leave one of them out", param=param)
-        spliced, earlier = None, made.earlier
+        spliced: Spliced = ((), made.lineage)
+        earlier = made.earlier
         if (made.spans or made.lineage.splices) and not params.kv_exact:
             spliced, earlier = await engine.call_that_waits(
                 made.with_spans, engine.engine.client, history.tenant, turn.waits_for

@@ -16,8 +16,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from kvstore.engine.admin import MAX_PIN_S
-from kvstore.engine.outputs import Timings
-from kvstore.engine.sessions.edits import Directives, EditResult, Place, message_id
+from kvstore.engine.outputs import EditResult, Timings
+from kvstore.engine.sessions.edits import Directives, Place, message_id
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import texts_of, without_spans
 from kvstore.engine.turns import ending

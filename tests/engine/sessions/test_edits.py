@@ -17,9 +17,12 @@ from tests.support.conversations import (
     fill,
     fill_over,
     kv_of,
+    nothing_is_left,
+    num_stored,
     talk,
 )
 from tests.support.engines import cached, chain_of, counters, greedy, open_engine, settle
+from tests.support.tools import CLOCK
 
 MODEL = {"tokenizer": True, "max_position_embeddings": 512}
 REMOVE = [{"type": "remove", "index": 3}, {"type": "remove", "index": 4}]  # the second turn, behind a system prompt
@@ -98,6 +101,36 @@ def test_a_long_question_before_a_changed_answer_does_not_hide_what_is_kept_behi
     done = chat.edit([{"type": "replace", "index": 2, "content": "Hm."}], reuse)
     assert done.reuse == reuse and (done.num_reencoded_tokens > 0) == (reuse == "reencode")
     assert chat.window.miss.cause == "edit"
+
+
+def test_what_an_edit_brings_nobody_had(engine):
+    chat, long = begun(engine), "This is said about the sea, and about the rivers that end there. " * 3
+    for text in (long, long + long):
+        chat.edit([{"type": "replace", "index": 8, "content": text}])
+        assert chat.window.miss.tokens == 0
+    fork, brought = chat.fork("two"), len(chat.token_ids) - chat.window.miss.token
+    assert chat.send("Hi", PARAMS).usage.miss is None
+    fork.edit([{"type": "replace", "index": 3, "content": "Hm."}])
+    out = fork.send("Hi", PARAMS)
+    miss = out.usage.miss
+    assert miss.cause == "edit" and 0 < miss.tokens < len(fork.token_ids) - miss.token - brought
+
+
+@pytest.mark.parametrize("how", ["truncated", "other tools"])
+def test_the_miss_of_an_edit_is_that_of_the_next_prompt(opened, how):
+    engine = opened()
+    chat = engine.chat("one", system="Be brief.", truncation_reuse="exact")
+    fill(chat) if how == "truncated" else talk(chat, 4)
+    index = len(chat.messages) - 4
+    chat.edit([{"type": "replace", "index": index, "content": "Hm."}])
+    if how == "truncated":
+        out = chat.send(LONG * 3, PARAMS)
+        assert chat.truncated_tokens and out.usage.miss.cause == "truncation"
+    else:
+        out = chat.send("Hi", PARAMS, [CLOCK])
+        assert out.usage.miss.cause == "tools"
+    miss = out.usage.miss
+    assert miss.token < 32 and miss.tokens <= out.usage.prompt_tokens - miss.token
 
 
 def test_an_edit_is_a_record_and_a_fork_goes_on_without_it(engine, plain):
@@ -290,6 +323,17 @@ def test_an_edit_that_cannot_be_stored_changes_nothing(engine):
             chat.edit(REMOVE, reuse)
         assert (chat.messages, chat.token_ids, chat.window.chain, chat.num_turns) == before
     assert talk(chat, 1)[0].usage.cached_tokens > 100
+
+
+def test_what_an_edit_that_cannot_be_stored_has_computed_is_gone_with_its_session(engine):
+    chat = engine.chat("one")
+    talk(chat, 4)
+    before = num_stored(engine)
+    with failing_to_store(engine), pytest.raises(StoreError, match="injected"):
+        chat.edit([{"type": "replace", "index": 0, "content": "A secret matter, and a long one. " * 4}], "reencode")
+    assert num_stored(engine) == before
+    engine.admin.delete_session("one")
+    assert nothing_is_left(engine)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

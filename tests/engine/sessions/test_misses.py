@@ -237,6 +237,36 @@ def test_turns_that_made_room(reuse, saved_model, tmp_path):
             assert {(miss.cause, miss.role) for miss in misses} == {("truncation", "user")}
 
 
+@pytest.mark.parametrize("is_opened_again", [False, True])
+def test_turns_that_were_dropped_by_hand(opened, is_opened_again):
+    engine = opened()
+    chat = engine.chat("long", system="Be brief.", truncation_reuse="exact")
+    for number in range(4):
+        chat.send(f"{number}: {LONG}", greedy(20))
+    chat.keep_last(2)
+    if is_opened_again:
+        settle(engine)
+        chat = opened().chat("long")
+    known = len(chat.token_ids)
+    output = chat.send("Go on.", greedy(4))
+    miss = miss_of(output, "truncation", 1, "user")
+    assert miss.tokens == (known - miss.token) // 16 * 16 and output.usage.cached_tokens <= miss.token
+
+
+def test_kv_that_was_moved_and_is_refused(opened):
+    engine = opened()
+    chat = engine.chat("moved", system="Be brief, and say only what you know for certain.")
+    for number in range(4):
+        chat.send(f"{number}: {LONG}", greedy(20))
+    chat.keep_last(2)
+    assert chat.send("Go on.", greedy(4)).usage.cached_tokens_details.reencoded
+    fork = chat.fork("fork")
+    miss = miss_of(chat.send("And now?", greedy(4, kv_exact=True)), "not_loaded", 0, "system")
+    assert miss.why == "only re-encoded KV is there" and miss.token == fork.window.lineage.splice_index * 16
+    engine.admin.evict(Evict(everything=True))
+    assert miss_of(fork.send("And now?", greedy(4, kv_exact=True)), "evicted").token == 0
+
+
 def test_other_weights(model, saved_model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         engine.chat("ada").send(LONG, greedy(20))

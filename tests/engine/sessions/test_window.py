@@ -78,6 +78,20 @@ def test_repeated_truncations_and_a_restart_after_each(opened):
     assert counters(engine)["given_up_splices"] == 0
 
 
+def test_a_truncation_keeps_the_kv_before_a_block_that_is_lost(opened):
+    engine = opened()
+    chat = engine.chat("one", system="Be kind.")
+    fill(chat)
+    settle(engine)
+    engine.admin.evict(Evict(block_ids=frozenset(chat.window.chain[-1:])))
+    out = chat.send(LONG, PARAMS)
+    assert chat.truncated_tokens and cached(out)[3] > 0 and out.usage.prompt_tokens - out.usage.cached_tokens < 64
+    known = len(chat.token_ids)
+    settle(engine)
+    (out,) = talk(opened().chat("one"), 1)
+    assert sum(cached(out)) == (known - 1) // 16 * 16 and cached(out)[3] > 0
+
+
 def test_truncation_disabled_refuses_and_changes_nothing(opened):
     engine = opened()
     chat = engine.chat("one", truncation="disabled")

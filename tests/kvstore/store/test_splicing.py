@@ -70,6 +70,12 @@ class SpliceBench(Bench):
             ready += self.splicer.task_done(task.key, succeeded)
         return ready
 
+    def end_reads(self) -> None:
+        while self.io.queued:
+            arena_block = self.next_read()
+            self.arena[arena_block] = self.tokens_of(arena_block)
+            self.end_read(arena_block)
+
     def check(self, block_ids) -> None:
         """Each is READY, and holds the tokens that its record says."""
         for arena_block in map(self.cpu.arena_block_of, block_ids):
@@ -174,10 +180,7 @@ def test_sources_on_disk_are_read_first(made):
     planned, has_begun = made.begin(old, [(2, 12)])
     assert has_begun
     assert made.run_tasks() == [], "they are on their way"
-    while made.io.queued:
-        arena_block = made.next_read()
-        made.arena[arena_block] = made.tokens_of(arena_block)
-        made.end_read(arena_block)
+    made.end_reads()
     for arena_block in made.run_tasks():
         made.cpu.release(arena_block)
     made.check(planned.chain)
@@ -194,13 +197,37 @@ def test_a_source_whose_read_fails_gives_the_splice_up(made):
     made.check_idle()
 
 
-@pytest.mark.parametrize("num_arena_blocks", [6, 16])
-def test_without_a_source_or_an_arena_block_nothing_is_begun(num_arena_blocks):
-    made = SpliceBench(num_arena_blocks)
-    old = made.talk(5)
-    if num_arena_blocks == 16:
-        made.cpu.forget(old.chain[4])
-    planned, has_begun = made.begin(old, [(2, 20)])
+def test_what_stands_before_a_source_that_no_tier_has_is_made(made):
+    old = made.talk(5, in_cpu=1)
+    whole = plan_chain(old, [(0, 3), (9, 20)], made.stored, SECRET)
+    made.disk.stored.remove(old.chain[1])  # nothing of it is kept
+    assert plan_chain(old, [(0, 3), (9, 20)], made.stored, SECRET).chain == whole.chain
+    made.disk.stored.remove(old.chain[3])
+    planned, has_begun = made.begin(old, [(0, 3), (9, 20)])
+    assert has_begun and (planned.lineage.splice_index, planned.lineage.splice_end) == (0, len(planned.chain)) == (0, 1)
+    assert not set(planned.chain) & set(whole.chain)
+    made.end_reads()
+    for arena_block in made.run_tasks():
+        made.cpu.release(arena_block)
+    made.check(planned.chain)
+    made.check_nothing_is_left(2 + 1)
+    made.disk.stored.remove(old.chain[2])
+    made.cpu.forget(old.chain[2])
+    assert plan_chain(old, [(0, 2), (9, 20)], made.stored, SECRET) is None
+
+
+def test_a_span_is_made_as_a_whole_or_not_at_all(made):
+    old, head = made.talk(5), list[bytes]()
+    extend_chain(head, b"o" * 32, list(range(SIZE)), SIZE)
+    asked = (old, [(1, 17)], made.stored, SECRET, (head, Lineage(b"o" * 32)))
+    assert len(plan_chain(*asked).chain) == 5
+    made.cpu.forget(old.chain[4])
+    assert plan_chain(*asked) is None
+
+
+def test_without_an_arena_block_nothing_is_begun():
+    made = SpliceBench(6)
+    planned, has_begun = made.begin(made.talk(5), [(2, 20)])
     assert not has_begun and not made.splicer.jobs
     assert all(made.cpu.arena_block_of(one) is None for one in planned.chain)
     made.check_idle()
@@ -241,6 +268,7 @@ def test_what_is_spliced_already_needs_nothing(made):
     old = made.talk(3)
     for arena_block in (made.begin(old, [(2, 12)]), made.run_tasks())[1]:
         made.cpu.release(arena_block)
+    made.cpu.forget(old.chain[1])
     _, has_begun = made.begin(old, [(2, 12)])
     assert has_begun and not made.splicer.jobs
 

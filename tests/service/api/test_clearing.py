@@ -4,7 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.engines import chain_of
+from tests.support.conversations import failing_to_store
+from tests.support.engines import chain_of, stored_parents
 from tests.support.faults import before_each_step
 from tests.support.service.packages import anthropic_client
 from tests.support.service.serving import KEY, serving
@@ -321,6 +322,23 @@ def test_what_is_wrong_is_a_400_that_names_the_field(server, path, wanted, param
     reply = server.post(path, {**said, "context_management": wanted})
     error = reply.json()["error"]
     assert reply.status == 400 and param in error["message"] and error.get("param", param) == param
+
+
+def test_what_a_step_that_cannot_be_stored_has_computed_is_gone_with_its_session(server):
+    """Before it stands what others have, so that no deletion would find it from there."""
+    wanted = {"edits": [{**EDIT, "keep": {"type": "tool_uses", "value": 2}}], "reuse": "reencode"}
+    answer, engine = chat(server, wanted, message="How is the weather, not stored?"), server.engine
+    while not answer["context_management"]["applied_edits"]:
+        fork = server.post(f"/sessions/{answer['session_id']}/fork", {}).json()["id"]
+        engine.flush()
+        before = set(stored_parents(engine))
+        with failing_to_store(engine):
+            body = {**MUST, "context_management": wanted, **next_of(answer), "session_id": fork}
+            assert server.post("/chat", body).status == 503
+        assert server.request("DELETE", f"/sessions/{fork}").status == 200
+        engine.flush()
+        assert set(stored_parents(engine)) <= before
+        answer = chat(server, wanted, **next_of(answer))
 
 
 def test_only_a_session_reencodes(server):

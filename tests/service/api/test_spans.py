@@ -96,6 +96,20 @@ def test_a_session_and_a_history_go_on_behind_their_documents(two):
     assert shown["content"] == f"Read this: {DOCUMENT} Well?" and "reuse" not in shown
 
 
+def test_who_goes_on_without_the_kv_of_a_document_is_told_why(two):
+    alice, _ = two
+    path = "/v1/chat/completions"
+    body = body_of(path, "Read this exactly: ")
+    text = alice.post(path, body).json()["choices"][0]["message"]["content"]
+    body["messages"] += [{"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
+    first = alice.post("/chat", body_of("/chat", "Read this exactly, and in a session: "))
+    asked = {"message": "And?", "session_id": first.json()["session_id"], "max_tokens": 4, **PLAIN}
+    for reply in (alice.post(path, {**body, "kv_exact": True}), alice.post("/chat", {**asked, "kv_exact": True})):
+        assert reencoded(reply) == 0
+        miss = reply.json()["usage"]["prompt_tokens_details"]["miss"]
+        assert (miss["cause"], miss["why"]) == ("not_loaded", "only re-encoded KV is there") and miss["tokens"] > 300
+
+
 def test_counting_sees_the_same_prompt(two):
     alice, _ = two
     body = body_of("/v1/messages", "Count this: ")
