@@ -58,6 +58,7 @@ class Holdings:
         self._lock = threading.Lock()
         self._blocks: dict[BlockId, HeldBlock] = {}
         self._changed = OrderedDict[BlockId, None]()  # in the order of the changes
+        self._unplaced: dict[BlockId, set[BlockId]] = {}  # by a parent that others were not told of
         for record in on_disk:
             self.stored_record(Place.DISK, record)
         self._changed = OrderedDict.fromkeys(block_id for block_id, _ in self.from_roots())
@@ -98,6 +99,10 @@ class Holdings:
         else:
             del self._blocks[block_id]
             self._changed.pop(block_id, None)
+            unplaced = self._unplaced.get(block.parent_id, set())
+            unplaced.discard(block_id)
+            if not unplaced:
+                self._unplaced.pop(block.parent_id, None)
 
     # -- the side of who tells others --------------------------------------------------------------------------------
     def take_changes(self, most: int) -> list[Change]:
@@ -107,8 +112,12 @@ class Holdings:
             while self._changed and len(found) < most:
                 block_id, _ = self._changed.popitem(last=False)
                 block = self._blocks.get(block_id)
-                if block is None or not (block.told or self._can_be_told(block)):
+                if block is None:
                     continue
+                if not (block.told or self._can_be_told(block)):
+                    self._unplaced.setdefault(block.parent_id, set()).add(block_id)
+                    continue
+                self._changed |= dict.fromkeys(self._unplaced.pop(block_id, ()))
                 added, removed = block.places & ~block.told, block.told & ~block.places
                 found.append(Change(block_id, self._parent(block), block, added, removed))
                 block.told = block.places

@@ -217,7 +217,8 @@ class KVEvents:
             self._replay.send_multipart((reader, b"", topic, sequence.to_bytes(8, "big"), payload))
         self._replay.send_multipart((reader, b"", b"", END, b""))
         self._counts["replays"] += 1
-        if past and past[0][0] > first:
+        num_sent = next((num for tenant, num in self._next.items() if self._name(tenant) == topic), 0)
+        if first < (past[0][0] if past else num_sent):
             self._lacking.add(topic)  # what it lacks is no longer here
 
 

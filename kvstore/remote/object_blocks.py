@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,7 +30,7 @@ from kvstore.disk.codec import check_landed, decode_header, encode_head
 from kvstore.errors import RemoteError
 from kvstore.remote.names import BlockNames
 from kvstore.remote.object_address import ObjectAddress
-from kvstore.remote.object_client import ByteRange, NoRoomError, ObjectClient, open_store
+from kvstore.remote.object_client import MOST_AT_ONCE, ByteRange, NoRoomError, ObjectClient, open_store
 from kvstore.tiers.port import (
     CHAIN_BATCH_BYTES,
     FULL,
@@ -50,7 +50,7 @@ MOST_PLACES = 1 << 18
 MOST_GROUP_BLOCKS = 64  # in so many places of a chain its last group may end, and all are asked for at once
 FIRST_GROUPS = 8  # that are asked for at once, then as many as were found
 STATES_AT_ONCE = 64
-MOST_DELETES, MOST_STATE_DELETES = 4000, 256  # within a deadline
+MOST_DELETES, MOST_STATE_DELETES = 1000, 256  # within a deadline
 MOST_RENEWALS = 32  # with one put
 ASK_S, TRANSFER_S = 2.0, 4.0  # deadlines of questions about a chain, and of groups; no request waits this long
 
@@ -215,11 +215,11 @@ class ObjectSession:
             num_whole += num_new
             if num_new < len(ends):
                 break
-        starts = [end - (end - 1) % most - 1 for end in whole[:num_whole]]
-        in_parts = zip(starts, whole, strict=False)  # stored turn by turn
-        ends = [one for start, end in in_parts for one in range(start + 1, found[end].start + 1)]
-        ends += range(most * num_whole + 1, min(most * (num_whole + 1), num_blocks + 1))
-        found |= await self._look(chain, ends)
+        found |= await self._look(chain, range(most * num_whole + 1, min(most * (num_whole + 1), num_blocks + 1)))
+        ends = whole[:num_whole]  # stored turn by turn: where a group begins, the one before it ends
+        while ends := [start for end in ends if (start := _start(found, end, most)) < end and start % most]:
+            each = max(1, MOST_AT_ONCE // len(ends))
+            found |= await self._look(chain, [one for end in ends for one in range(end, end - end % most, -1)[:each]])
         groups = list[BlockGroup]()
         for start in range(most * num_whole, -1, -most):
             end = max((one for one in range(start + 1, start + most + 1) if one in found), default=0)
@@ -384,6 +384,15 @@ class ObjectSession:
         infos = iter(await self._client.look_up([name for some in names for name in some]))
         there = [any([next(infos) for _ in some]) for some in names]  # noqa: C419 (each of them)
         return [one for ids, is_there in zip(states, there, strict=True) if is_there for one in ids]
+
+
+def _start(found: Mapping[int, BlockGroup], end: int, most: int) -> int:
+    """Where the groups begin that are known to lie one before the other, up to this end."""
+    while end in found:
+        end = found[end].start
+        if not end % most:
+            break
+    return end
 
 
 def _are_in(groups: Sequence[BlockGroup], chain: Chain) -> list[bool]:

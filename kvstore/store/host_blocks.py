@@ -232,12 +232,13 @@ class HostBlocks:
         """Delete these blocks, head first, and what builds on the last of them, except for what others build on, too.
         Returns how many of them were on disk.
         """
-        for block_id in chain:
+        named = frozenset(chain).union(self.disk.with_descendants(chain[-1:]))
+        for block_id in named:
             if (arena_block := self._cpu.arena_block_of(block_id)) is not None:
                 self._lent[arena_block].is_forgotten = True
                 self._cpu.forget(block_id)
-        named = frozenset(chain).union(self.disk.contents.with_descendants(chain[-1:]))
-        doomed, _ = self.disk.select(Evict(block_ids=named))
+        built_on = frozenset(self._cpu.absent_parents())  # by what waits to be written
+        doomed = self.disk.contents.index.select(Evict(block_ids=named), built_on.__contains__)
         self._delete(doomed)
         return len(doomed)
 

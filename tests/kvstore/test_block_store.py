@@ -203,6 +203,21 @@ def test_what_is_being_written_is_forgotten_too(hosts):
     assert hosts().store.lookup(chain(1, 4)) == [False] * 4
 
 
+def test_what_is_being_written_goes_with_what_it_builds_on_or_keeps_it_for_others(hosts):
+    host, entered, go = hosts(), threading.Event(), threading.Event()
+    shared = chain(0, 2)
+    mine, theirs = shared + chain(1, 4), shared + chain(2, 1)
+    host.stored(mine[:4])
+    with before_each(DiskTier, "write", lambda: (entered.set(), go.wait(TIMEOUT_S))):
+        tickets = [host.write_one(theirs, 2), host.write_one(mine, 4), host.write_one(mine, 5)]
+        entered.wait(TIMEOUT_S)
+        host.store.forget(mine[:4])
+        go.set()
+    assert [result.reason for result in host.wait(tickets)] == ["", "forgotten", "forgotten"]
+    assert host.store.flush() and host.store.lookup(theirs) == [True] * 3
+    assert host.store.lookup(mine) == [True] * 2 + [False] * 4
+
+
 def test_what_is_written_again_after_it_was_forgotten_stays(hosts):
     host, entered, go = hosts(), threading.Event(), threading.Event()
     with before_each(DiskTier, "write", lambda: (entered.set(), go.wait(TIMEOUT_S))):

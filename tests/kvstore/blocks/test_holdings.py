@@ -62,6 +62,22 @@ def test_a_salted_chain_and_a_splice_are_not_told_nor_what_is_built_on_them():
     assert [one for one, *_ in told(holdings)] == [one.block_id for one in exact]
 
 
+def test_what_came_before_its_parent_is_told_behind_it():
+    holdings, (one, two, three) = opened(), chain(3)
+    for early in (three, two):
+        holdings.stored_record(Place.CPU, early)
+        assert told(holdings) == []
+    holdings.stored_record(Place.CPU, one)
+    assert [block_id for block_id, *_ in told(holdings)] == [one.block_id, two.block_id, three.block_id]
+    for gone in (three, two, one):
+        holdings.gone(Place.CPU, gone.block_id)
+    assert len(told(holdings)) == 3
+    holdings.stored_record(Place.CPU, two)
+    assert told(holdings) == []
+    holdings.gone(Place.CPU, two.block_id)
+    assert len(holdings) == 0
+
+
 def test_the_disk_is_told_from_its_roots_whatever_the_order_of_the_scan():
     records = [*chain(50), *chain(50, first=100), *chain(50, first=200, tenant="ada")]
     mixed = random.Random(1).sample(records, len(records))

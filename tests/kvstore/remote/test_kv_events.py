@@ -149,6 +149,24 @@ def test_who_asks_for_what_is_not_kept_any_more_gets_the_whole_picture():
         assert picture.held("GPU") == {(token, token) for token in range(5)}
 
 
+def test_so_does_who_asks_for_a_topic_of_which_nothing_is_kept_any_more():
+    with Server(past=PastBatches(most=2)) as server, Reader(server.endpoint) as reader:
+        of_ada = reader.pictures["kv@pod@ada:org/model"]
+        server.store([7, 7], tenant="ada")
+        reader.read_until(lambda: of_ada.held("GPU"))
+        for token in range(3):
+            server.store([token, token])
+            reader.read_until(lambda token=token: (token, token) in reader.pictures[TOPIC].held("GPU"))
+        of_ada.places.clear()  # what it had missed
+        assert reader.replay(0, b"kv@pod@ada:org/model") == []
+        reader.read_until(lambda: of_ada.held("GPU") == {(7, 7)})
+        cleared = of_ada.num_cleared
+        assert reader.replay(of_ada.sequences[-1] + 1, b"kv@pod@ada:org/model") == reader.replay(0, b"nobody") == []
+        server.store([8, 8], tenant="ada")
+        reader.read_until(lambda: (8, 8) in of_ada.held("GPU"))
+        assert of_ada.num_cleared == cleared, "it lacked nothing"
+
+
 def test_past_batches_are_bounded_in_number_and_bytes():
     past = PastBatches(most=3, most_bytes=100)
     for sequence in range(5):

@@ -11,10 +11,11 @@ from kvstore.remote.object_address import parse_object_url
 from kvstore.tiers.port import Chain, WriteBatch
 from tests.kvstore.remote.chains import NAMES, SIZE, Made, Server, make_chain, make_state
 from tests.support.buckets import Directory
+from tests.support.faults import before_each_call
 
 pytest.importorskip("obstore")
 from kvstore.remote.object_blocks import ObjectBlocks, ObjectSession
-from kvstore.remote.object_client import ObjectClient, open_store
+from kvstore.remote.object_client import MOST_AT_ONCE, ObjectClient, open_store
 
 TTL_S = 1000.0
 GROUP = 64  # blocks of SIZE
@@ -150,6 +151,30 @@ def test_deleted_blocks_are_gone_also_for_a_server_that_knows_nothing_but_their_
         first.session.write(WriteBatch(deletes=tuple(other.chain.ids[7:8])))
         assert first.count(other) == 0, "a group goes as a whole"
     assert bucket.names() == []
+
+
+@pytest.mark.parametrize(("turn", "most"), [(25, 250), (2, 1300)])
+def test_what_was_stored_turn_by_turn_costs_few_questions(directory, turn, most):
+    made, asked = make_chain(1200), list[int]()
+    with server_of(directory) as first, server_of(directory) as second:
+        for end in range(turn, 1201, turn):
+            first.put(made, end - turn, end)
+        with before_each_call(ObjectClient, "look_up", lambda _, names: asked.append(len(names))):
+            assert second.count(made) == 1200
+        assert len(directory.names()) <= sum(asked) < most
+
+
+def test_a_long_deletion_goes_in_parts_for_which_a_slow_bucket_has_time(directory):
+    slow_s, names = 0.25, list[str]()
+
+    def fits(client: ObjectClient, some: list[str], timeout_s: float) -> None:
+        assert len(some) / MOST_AT_ONCE * slow_s < timeout_s
+        names.extend(some)
+
+    tier = ObjectBlocks(parse_object_url(directory.url), NAMES, TTL_S, 16, SIZE)
+    with Server(tier) as server, before_each_call(ObjectClient, "remove", fits):
+        server.delete(make_chain(4000).chain.ids)
+    assert len(names) == 4000
 
 
 @pytest.mark.parametrize("keep", [1, -1, -SIZE])
