@@ -143,11 +143,10 @@ class Admin:
                     claims.drop(hold)
                     lineage, block_size = chat.window.lineage, self._client.facts.block_size
                     unstored.update(hold.turn.unneeded_blocks(False, True, block_size, lineage))
-                unstored = self._sessions.unshared(0, unstored)  # this session refers to none any more
         if tombstone is not None:
-            self._chats.carry_out(tombstone, list(unstored), timeout_s)
+            self._chats.carry_out(tombstone, unstored, timeout_s)
             return len(tombstone.block_ids)
-        if unstored:
+        if unstored := self._sessions.unshared(0, unstored):
             self._client.call(Forget(list(unstored), RETRY_S))
         return None if chat is None else 0
 

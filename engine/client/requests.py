@@ -71,8 +71,9 @@ class Handle:
         return max(0, num_had - self.output.usage.cached_tokens)
 
     def own_blocks(self, block_size: int, first: int = 0) -> Sequence[BlockId]:
-        """The blocks of its chain that it has computed, once it has ended, from the `first` on."""
-        return self.chain[max(first, self.output.usage.cached_tokens // block_size) :]
+        """The blocks of its chain that it has computed, once it has ended, from the `first` on; see `with_sources`."""
+        chain = self.chain if self.lineage is None else self.lineage.with_sources(self.chain)
+        return chain[max(first, self.output.usage.cached_tokens // block_size) :]
 
     def has_missed(self, block_size: int) -> bool:
         """Whether `kvstore.engine.sessions.misses` has something to explain."""

@@ -11,7 +11,7 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -246,7 +246,8 @@ class ChatSession:
                 left = turn.unneeded_blocks(record is not None, False, size, self.window.lineage)
                 if record is None:  # they stay for another try
                     self.unstored.update(turn.own_blocks(size))
-                if record is not None or self.check_deleted() or not turn.is_found(sessions, self.number, size):
+                is_lone = record is None and self.fork_of is None and not self.check_deleted()
+                if not (is_lone and turn.is_found(sessions, self.number, size)):
                     left, self.unstored = [*left, *self.unstored], set()
                 client.forget(left)
         return record
@@ -490,9 +491,10 @@ class Chats:
             self.known.pop(key, None)
             self._kept.pop(key, None)
 
-    def carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
-        """Delete what a deletion has left behind, and further unstored blocks. What cannot be deleted stays pending."""
+    def carry_out(self, tombstone: Tombstone, unstored: Iterable[BlockId], timeout_s: float) -> None:
+        """Delete a deletion's blocks and unstored ones, but for those that sessions have. What cannot stays pending."""
         self.on_deleted(tombstone.key)
         is_forgotten = self.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
-        if self.client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)) and is_forgotten:
+        block_ids = self.sessions.unshared(0, {*tombstone.block_ids, *unstored})
+        if self.client.call(Forget(list(block_ids), timeout_s)) and is_forgotten:
             self.sessions.finish_deletion(tombstone.number).wait()

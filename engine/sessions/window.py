@@ -128,7 +128,7 @@ class Window:
         """What is stored of a turn that ends so: the ids that come after those of `since`; all of them without that."""
         num_ids, num_blocks = (0, 0) if since is None else (len(since.token_ids), len(since.chain))
         first, *others = self.lineage.splices or (SpliceRun(0, b"", 0),)
-        chain = [*self.lineage.sources, *self.chain[len(self.lineage.sources) :]]  # which other sessions have, too
+        chain = self.lineage.with_sources(self.chain)
         return TurnRecord(
             number=number, messages=messages, token_ids=self.token_ids[num_ids:], chain=chain[num_blocks:],
             base="rebase" if since is None else "append", first_reencoded=self.lineage.splice_index,
@@ -464,7 +464,7 @@ class OneTurn:
         """Whether a deletion of its session (number; None: it is not stored) would take what this turn has computed: it
         takes what builds on blocks that no other session has.
         """
-        chain, own = self.handle.chain, self.own_blocks(block_size)
+        chain, own = self.lineage.with_sources(self.handle.chain), self.own_blocks(block_size)
         before = {*chain[: len(chain) - len(own)][-1:]}
         with suppress(StoreError):
             return number is None or bool(before and store.unshared(number, before))

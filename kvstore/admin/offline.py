@@ -142,22 +142,22 @@ class OfflineStore:
         tombstone = None if self.sessions is None else self.sessions.delete(key).wait()
         if self.sessions is None or tombstone is None:
             raise _no_session(key)
-        for one in self.sessions.pending_deletions():  # this one, and those that a crash interrupted
-            self._carry_out(one)
+        self._carry_out(self.sessions.pending_deletions())  # this one, and those that no server has ended
         return {"deleted": True, "blocks": len(tombstone.block_ids)}
 
-    def _carry_out(self, tombstone: Tombstone) -> None:
-        """Delete what is in this store: blocks, and the token ids by which its answers are recognised in histories that
-        come as text. The next server ends the deletion: it may know of a remote tier.
+    def _carry_out(self, tombstones: Sequence[Tombstone]) -> None:
+        """Delete what is in this store: blocks, and the token ids by which answers are recognised in histories that
+        come as text. The next server ends the deletions: it may know of a remote tier.
         """
         if (self.directory.path / "answers").is_dir():
             from kvstore.sessions.answers import open_answers, owner_tag
 
             with closing(open_answers(self.directory)) as answers:
-                answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
+                for one in tombstones:
+                    answers.forget_owner(owner_tag(one.key.tenant, one.key.session_id))
         if self.disk is not None:
-            index = _index_of(self.disk)
-            _delete(self.disk, _with_descendants(index, with_quantised(tombstone.block_ids)))
+            block_ids = [block_id for one in tombstones for block_id in one.block_ids]
+            _delete(self.disk, _with_descendants(_index_of(self.disk), with_quantised(block_ids)))
             self.disk.sync()
 
     # -- upkeep ------------------------------------------------------------------------------------------------------

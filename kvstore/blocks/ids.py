@@ -140,6 +140,10 @@ class Lineage:
         num_copies = len(self.sources)
         return [*map(quantised_id, chain[:num_copies]), *chain[num_copies:]]
 
+    def with_sources(self, chain: Sequence[BlockId]) -> list[BlockId]:
+        """The ids of a chain, with the sources of its copies instead: other sessions have these, too."""
+        return [*self.sources[: len(chain)], *chain[len(self.sources) :]]
+
     @property
     def first_reencoded(self) -> int | None:
         """The first block whose KV a splice has moved, or which builds on such a block."""

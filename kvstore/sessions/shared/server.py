@@ -61,7 +61,7 @@ class SessionServer:
         self.address, self.durability, self.names = address, durability, Names.of(address.is_cluster)
         self.num_failures = 0
         self._num_replicas: int | None = None  # that were connected when this was last said
-        self._ahead_s = 0.0  # its clock, of ours
+        self._began_s: float | None = None  # its clock when our monotonic one was 0
         self._lock = threading.Lock()
         self._idle: list[SessionConnection] = []
         self._quiet_until_s = 0.0  # monotonic
@@ -100,8 +100,10 @@ class SessionServer:
         return replies
 
     def now(self) -> float:
-        """Seconds since the epoch by the clock of Redis, which all servers share; by our own where it tells no time."""
-        return time.time() + self._ahead_s
+        """Seconds since the epoch by the clock of Redis, as it was when it was connected, so that nobody who sets our
+        clock ends sessions; by our clock where Redis tells no time.
+        """
+        return time.time() if self._began_s is None else time.monotonic() + self._began_s
 
     def await_back(self) -> None:
         """Wait until it answers again. Raises RemoteError if it does not within OUTAGE_S."""
@@ -142,7 +144,7 @@ class SessionServer:
             raise (RemoteError if self.address.follows else RefusedError)(wrong)  # until a failover has ended
         self.note_replicas(about)
         if told_us := facts_of(about).get("server_time_usec"):
-            self._ahead_s = int(told_us) / 1e6 - time.time()
+            self._began_s = int(told_us) / 1e6 - time.monotonic()
 
     def _why_not(self, about: Reply, settings: Sequence[Reply]) -> str | None:
         """Why this Redis is unfit for sessions, and the remedy; None if it is fit."""

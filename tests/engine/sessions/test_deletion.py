@@ -2,6 +2,8 @@
 
 import threading
 import time
+from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from operator import ne
 
@@ -14,8 +16,8 @@ from kvstore.engine import admin as admin_module
 from kvstore.engine import engine as engine_module
 from kvstore.engine.client.messages import Forget
 from kvstore.engine.sessions.recall import Keys, Recall
-from kvstore.errors import RequestError, StoreError
-from kvstore.sessions.record import SessionKey
+from kvstore.errors import RequestError, SessionNotFoundError, StoreError
+from kvstore.sessions.record import Parent, SessionKey
 from tests.support.by_hand import by_hand
 from tests.support.conversations import (
     PARAMS,
@@ -67,13 +69,17 @@ def break_off(engine: Engine, chat, said: str) -> None:
 
 
 @pytest.mark.parametrize("is_fork", [True, False], ids=["fork", "first turn"])
-@pytest.mark.parametrize("how", ["known", "opened again"])
+@pytest.mark.parametrize("how", ["known", "opened again", "behind copies"])
 def test_a_turn_that_was_not_stored_is_gone_with_its_session_too(opened, is_fork, how):
     """What stands in front of it is others', too, so that no deletion would find it from there."""
-    engine, secret = opened(), "My secret lies below the third stone. " * 3
+    options = {"codec": "int8", "dtype": "bfloat16"} if how == "behind copies" else {}
+    engine, secret = opened(**options), "My secret lies below the third stone. " * 3
     chat = engine.chat("kept", system="Be brief, whatever people ask you.")
     talk(chat, 2)
     other = chat.fork("gone") if is_fork else engine.chat("gone", system="Be brief, whatever people ask you.")
+    if options:
+        engine = opened(**options)
+        other = engine.chat("gone", system=None if is_fork else "Be brief, whatever people ask you.")
     break_off(engine, other, secret)
     settle(engine)
     prompt = other.window.next_turn(
@@ -83,8 +89,8 @@ def test_a_turn_that_was_not_stored_is_gone_with_its_session_too(opened, is_fork
     num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, chat.token_ids, strict=False)))
     if not is_fork:
         talk(other, 1)
-    if how == "opened again":
-        engine = opened()
+    if how != "known":
+        engine = opened(**options)
     engine.admin.delete_session("gone")
     assert ask(engine, prompt).usage.cached_tokens <= num_shared // 16 * 16 < len(prompt) - 32
 
@@ -113,6 +119,61 @@ def test_deleting_a_fork_that_began_with_copies_keeps_them(opened):
     engine.admin.delete_session("gone")
     known = len(engine.chat("kept").token_ids)
     assert engine.chat("kept").send("Go on", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
+
+
+def test_a_turn_that_is_broken_off_while_it_waits_leaves_its_session_what_that_began_with(opened):
+    """It has computed nothing; its session goes on behind quantised copies."""
+    options = {"codec": "int8", "dtype": "bfloat16", "max_num_seqs": 1}
+    talk(opened(**options).chat("one", system="Be brief."), 4)
+    engine = opened(**options)
+    chat = engine.chat("one")
+    talk(chat, 1)
+    assert chat.window.lineage.sources
+    with waiting_turn(engine, chat) as (hold, _):
+        chat.end(hold, keep=False)
+    known = len(chat.token_ids)
+    assert chat.send("Go on", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
+
+
+@contextmanager
+def waiting_turn(engine, chat):
+    """The hold of a turn that waits until another request has ended, and what ends that."""
+    before = engine.submit(tokens(1, 60, 100), greedy(400))
+    hold = engine.chats.claims.hold(chat.key)
+    try:
+        chat.begin(hold, chat.check([{"role": "user", "content": "And what else is there?"}], PARAMS), PARAMS)
+        yield hold, partial(engine.client.abort, before)
+    finally:
+        engine.chats.claims.release(hold)
+        engine.client.abort(before)
+
+
+def test_what_begins_as_a_fork_of_a_deleted_session_leaves_nothing_of_it(opened):
+    """It has computed again what was deleted while it waited, and cannot be stored."""
+    engine = opened(max_num_seqs=1)
+    talk(engine.chat("gone", system="Be brief."), 3)
+    key = SessionKey("", "version")
+    fork = engine.sessions.version(Parent("gone", 2, is_version=True), key)
+    chat = engine.chats.open(key, is_new=True, fork=fork)
+    with waiting_turn(engine, chat) as (hold, let_go):
+        engine.admin.delete_session("gone")
+        let_go()
+        list(engine.client.stream(hold.turn.handle))
+        with pytest.raises(SessionNotFoundError):
+            chat.end(hold)
+    assert ask(engine, hold.turn.handle.output.prompt_token_ids).usage.cached_tokens <= 16
+
+
+def test_a_deletion_that_is_carried_out_late_leaves_a_later_session_its_kv(opened):
+    engine = opened()
+    talk(engine.chat("gone", system="Be brief."), 3)
+    cut_off_deletion(engine, "gone")
+    chat = engine.chat("new", system="Be brief.")
+    talk(chat, 3)
+    engine.admin.resume()
+    assert not engine.sessions.pending_deletions()
+    known = len(chat.token_ids)
+    assert chat.send("Go on", PARAMS).usage.cached_tokens == (known - 1) // 16 * 16
 
 
 def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):

@@ -4,12 +4,13 @@ import shutil
 
 import pytest
 
+from kvstore.admin import offline
 from kvstore.admin.offline import OfflineStore, stored_capacity
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.errors import ConfigError, DegradedError, StoreError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import open_sessions
-from tests.support.faults import disk_that
+from tests.support.faults import before_each, disk_that
 from tests.support.store.small_store import (
     CAPACITY_BYTES,
     MODELS,
@@ -164,6 +165,15 @@ def test_a_deletion_that_was_cut_off_is_carried_through(store):
     assert set(store.bert) <= block_ids(store)
     handle(store, "sessions.delete", ANNA)
     assert block_ids(store) == set(store.lone)
+
+
+def test_all_pending_deletions_are_carried_out_in_one_reading_of_the_disk(store):
+    """Each offline deletion stays pending until a server runs, so that the tenth would read it ten times."""
+    readings = []
+    with before_each(offline, "_index_of", lambda: readings.append(None)):
+        handle(store, "sessions.delete", ANNA)
+        handle(store, "sessions.delete", {"session": {"tenant": "", "session_id": "bert"}})
+    assert len(readings) == 2 and block_ids(store) == set(store.lone)
 
 
 def test_no_store_is_made(tmp_path):

@@ -140,3 +140,15 @@ def test_a_server_whose_clock_is_wrong_ends_no_session_of_others(redis, share, t
             assert len(store.expired(store.clock() + 601)) == 1
             clocks.append(store.clock())
     assert max(clocks) - min(clocks) < 600
+
+
+def test_a_server_whose_clock_is_set_right_while_it_runs_ends_no_session(redis, share):
+    """As at a start before it has asked a time server: it does not open another connection for that."""
+    behind = partial(lambda real: real() - 3600.0, time.time)
+    with constants(time, time=behind):
+        store = share(redis)
+        store.clock = store.sharing.now
+        store.renew()
+        store.commit_turn(key(1), make_turn("s1", 1), ttl_s=600.0).wait()
+    store.renew()
+    assert store.head(key(1)) is not None and store.expired(store.clock()) == []
