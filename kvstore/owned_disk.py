@@ -164,7 +164,8 @@ class OwnedDisk:
             if not is_wanted():  # asked with the lock: `forget` deletes what was accepted before
                 return [False] * len(pairs)
             for (before, value), header in zip(pairs, headers, strict=True):
-                if header is not None and (not before or before in accepted or self._store.contains(before)):
+                is_there = not before or self._store.is_writing(before) or self._store.contains(before)
+                if header is not None and is_there:
                     payload = memoryview(value)[len(value) - header.raw_bytes :]
                     if self._store.write(header.record, payload, None) is not None:
                         accepted.add(header.record.block_id)

@@ -23,12 +23,15 @@ STEP_S = 0.0005  # between two looks of a thread that waits
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """parent: the key before it; position: that of its first token. Only writes use these two."""
+    """parent: the key before it; position: that of its first token; conversation: as `BlockStore.write` takes it. Only
+    writes use these three.
+    """
 
     key: bytes
     parent: bytes | None
     position: int
     memory: memoryview
+    conversation: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +43,6 @@ class HostJob:
     job_id: int
     is_load: bool
     keys: list[bytes]
-    conversation: str | None = None
     ok: list[bool] = field(default_factory=list)
     refused: set[bytes] = field(default_factory=set)  # keys of what was not begun
     num_open: int = 0
@@ -64,9 +66,9 @@ class HostJobs:
         self._ended: list[HostJob] = []
         self.num_reading = 0
 
-    def write(self, job_id: int, blocks: Sequence[HostBlock], conversation: str | None = None) -> HostJob:
+    def write(self, job_id: int, blocks: Sequence[HostBlock]) -> HostJob:
         """Write these blocks, each after those that it builds on."""
-        job = HostJob(job_id, False, [block.key for block in blocks], conversation)
+        job = HostJob(job_id, False, [block.key for block in blocks])
         self._waiting.extend((job, place, block) for place, block in enumerate(blocks))
         self._end_if_done(job)
         self._write_waiting()
@@ -113,7 +115,7 @@ class HostJobs:
             try:
                 if may_wait:
                     ticket = self._store.write(
-                        block.key, block.parent, block.position, block.memory, conversation=job.conversation
+                        block.key, block.parent, block.position, block.memory, conversation=block.conversation
                     )
             except ConfigError as error:
                 logger.warning("not stored: %s", error)

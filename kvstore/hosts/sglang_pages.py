@@ -89,7 +89,7 @@ class PoolPages:
             return 0
         try:
             return len(self.pool.get_page_buffer_meta(_FirstPage(range(self.page_tokens)))[0])
-        except (AttributeError, NotImplementedError, ValueError):
+        except (AttributeError, NotImplementedError, TypeError, ValueError):  # TypeError: None, where it has no bytes
             return 0
 
 
@@ -101,8 +101,9 @@ class _FirstPage(list[int]):
 
 
 def memory_of(tensor: Any) -> memoryview:
-    """The memory of a contiguous tensor, which must outlive it."""
-    return _memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    """The memory of a contiguous tensor, which must outlive it; a byte for an empty one, whose page is there or not."""
+    size = tensor.numel() * tensor.element_size()
+    return _memory(tensor.data_ptr(), size) if size else memoryview(bytearray(1))
 
 
 def _memory(address: int, size: int) -> memoryview:

@@ -130,7 +130,7 @@ class KVStoreTier(SecondaryTierManager):
                 self._planner.computed(num_tokens, time.perf_counter() - asked.scheduled_s)
             asked.scheduled_s = None  # later blocks are decoded
         rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        self._jobs.write(job_metadata.job_id, self._in_order(rows, asked), asked.name)
+        self._jobs.write(job_metadata.job_id, self._in_order(rows, asked))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
@@ -165,9 +165,12 @@ class KVStoreTier(SecondaryTierManager):
 
     def _in_order(self, rows: dict[OffloadKey, int], asked: _Asked) -> list[HostBlock]:
         return [
-            HostBlock(key, parent, max(0, end_of(key, asked.context) - self._tokens_of(key)), self._row(rows[key]))
+            HostBlock(
+                key, parent, max(0, end_of(key, asked.context) - self._tokens_of(key)), self._row(rows[key]),
+                _of_group(asked.name, get_offload_group_idx(key)),
+            )
             for key, parent in asked.keys.before(rows).items()
-        ]
+        ]  # fmt: skip
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self.block_size_bytes : (row + 1) * self.block_size_bytes]
@@ -197,17 +200,17 @@ class KVStoreTier(SecondaryTierManager):
         asked = self._asked.pop(req_context.req_id, None)
         if asked is None:
             return
-        chain = chain_of(req_context)
-        self._store.finish(asked.name, chain)
-        if not chain:
+        wishes, chains = asked.wishes, [chain_of(req_context, group) for group in self._tokens]
+        for group, chain in zip(self._tokens, chains, strict=True):
+            self._store.finish(_of_group(asked.name, group), chain)
+            if chain and wishes.pin_s is not None:
+                self._store.pin(chain, wishes.pin_s)
+            if chain and wishes.ttl_s is not None:
+                self._store.expire(chain, wishes.ttl_s)
+        if not any(chains):
             return
-        wishes = asked.wishes
         if wishes.session is not None and not wishes.prefetch:
-            self._ahead.ended(wishes.session, [chain_of(req_context, group) for group in self._tokens])
-        if wishes.pin_s is not None:
-            self._store.pin(chain, wishes.pin_s)
-        if wishes.ttl_s is not None:
-            self._store.expire(chain, wishes.ttl_s)
+            self._ahead.ended(wishes.session, chains)
         if wishes.forget:
             self._forget(req_context, wishes.session)
 
@@ -242,10 +245,10 @@ class KVStoreTier(SecondaryTierManager):
     def _tell_of(self, asked: _Asked) -> None:
         """Tell the store of it once its keys are known, so that blocks of waiting and running requests stay."""
         if not asked.is_known:
-            chain = chain_of(asked.context)
-            if chain:
-                self._store.arrive(asked.name, chain)
-                asked.is_known = True
+            for group in self._tokens:
+                if chain := chain_of(asked.context, group):
+                    self._store.arrive(_of_group(asked.name, group), chain)
+                    asked.is_known = True
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def drain_jobs(self) -> None:
@@ -266,6 +269,11 @@ class KVStoreTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._counts.stats()
+
+
+def _of_group(name: str, group: int) -> str:
+    """What the store calls a conversation's chain of this group of layers: each is one of its own."""
+    return f"{name}\0{group}" if group else name
 
 
 def _open_store(

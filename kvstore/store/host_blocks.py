@@ -233,12 +233,14 @@ class HostBlocks:
         Returns how many of them were on disk.
         """
         named = frozenset(chain).union(self.disk.with_descendants(chain[-1:]))
+        waiting = [record for one in self._lent if (record := self._cpu.record(one)) and self._cpu.is_current(one)]
+        needed = {record.parent_id for record in waiting if record.block_id not in named}
+        named = named.difference(chain[: max((i for i, one in enumerate(chain, 1) if one in needed), default=0)])
         for block_id in named:
             if (arena_block := self._cpu.arena_block_of(block_id)) is not None:
                 self._lent[arena_block].is_forgotten = True
                 self._cpu.forget(block_id)
-        built_on = frozenset(self._cpu.absent_parents())  # by what waits to be written
-        doomed = self.disk.contents.index.select(Evict(block_ids=named), built_on.__contains__)
+        doomed, _ = self.disk.select(Evict(block_ids=named))
         self._delete(doomed)
         return len(doomed)
 

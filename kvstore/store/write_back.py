@@ -208,7 +208,9 @@ class WriteBack:
 
     def _refuse_first(self, record: BlockRecord, why: str) -> None:
         """Do not write the first dirty arena block, nor what is built on it."""
-        self._cpu.forget(record.block_id)
+        is_linked = self._cpu.keep or not self._cpu.is_current(self.dirty[0])  # nothing is in a staging area
+        for block_id in [record.block_id] if is_linked else self._cpu.with_descendants([record.block_id]):
+            self._cpu.forget(block_id)
         self._stats.losses.note("not_written", "disk", record.block_id, why=why)
         self._drop_first(record)
 

@@ -166,12 +166,14 @@ def test_what_a_request_needs_or_a_pin_holds_goes_last(hosts):
     assert num_stored(host, chains[11]) == 0 and num_stored(host, chains[0]) == 20 > num_stored(host, chains[1])
 
 
-def test_a_conversation_larger_than_the_store_loses_its_end(hosts):
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_conversation_larger_than_the_store_loses_its_end(hosts, at_once):
     host = hosts(capacity="4MiB")
     keys = chain(1, 20)
-    for index in range(20):
-        ticket = host.write_one(keys, index, 256 << 10)
-        assert ticket is None or host.wait([ticket])[0].reason in ("", "no_room")
+    for begin in range(0, 20, at_once):
+        tickets = [host.write_one(keys, index, 256 << 10) for index in range(begin, begin + at_once)]
+        results = host.wait([ticket for ticket in tickets if ticket is not None])
+        assert {result.reason for result in results} <= {"", "no_room"}
     assert 5 < num_stored(host, keys) < 16
     assert not host.store.is_degraded
 
@@ -216,6 +218,23 @@ def test_what_is_being_written_goes_with_what_it_builds_on_or_keeps_it_for_other
     assert [result.reason for result in host.wait(tickets)] == ["", "forgotten", "forgotten"]
     assert host.store.flush() and host.store.lookup(theirs) == [True] * 3
     assert host.store.lookup(mine) == [True] * 2 + [False] * 4
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_what_others_build_on_stays_while_they_are_being_written(hosts, is_stored):
+    host, entered, go = hosts(), threading.Event(), threading.Event()
+    shared = chain(0, 3)
+    mine, theirs = shared + chain(1, 4), shared + chain(2, 4)
+    if is_stored:
+        host.stored(mine)
+    with before_each(DiskTier, "write", lambda: (entered.set(), go.wait(TIMEOUT_S))):
+        host.write(chain(3, 1))
+        entered.wait(TIMEOUT_S)
+        tickets = host.write(mine) + host.write(theirs)
+        host.store.forget(mine)
+        go.set()
+    host.wait(tickets)
+    assert host.store.flush() and [num_stored(host, keys) for keys in (mine, theirs)] == [3, 7]
 
 
 def test_what_is_written_again_after_it_was_forgotten_stays(hosts):

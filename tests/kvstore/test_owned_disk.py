@@ -204,6 +204,15 @@ def test_a_tenant_has_no_more_than_its_part(tmp_path):
         assert [result.error for result in session.write(other.batch()).stored] == [None] * 8
 
 
+def test_nothing_is_stored_behind_a_block_that_has_no_place(tmp_path):
+    with opened(tmp_path / "store", disk_per_tenant=10 * 16384) as disk, session_of(disk) as session:
+        made = make_chain(12)
+        jobs = [*made.jobs(end=6), *made.jobs(6, 7, size=100_000), *made.jobs(7)]
+        jobs = [replace(job, record=msgspec.structs.replace(job.record, tenant="anna")) for job in jobs]
+        session.write(WriteBatch(tuple(jobs), chain=made.chain))
+        assert session.ask(made.chain) == [True] * 6 + [False] * 6
+
+
 def test_whoever_speaks_something_else_is_left_and_others_go_on(disk, session):
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"*1\r\n:5\r\n", b"*2\r\n$3\r\nGET\r\n$-1\r\n", b"\0" * 5000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:

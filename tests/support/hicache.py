@@ -185,5 +185,23 @@ class HostPool:
         return torch.equal(other.get_data_page(0), self.get_data_page(at * PAGE_TOKENS))
 
 
+class LogicalPool:
+    """As SGLang's anchor of a model whose KV is in other pools: a page has no bytes here."""
+
+    layout, page_size = "page_first", PAGE_TOKENS
+
+    def get_page_buffer_meta(self, indices):
+        return None
+
+    def get_data_page(self, index, flat=True):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def get_dummy_flat_data_page(self):
+        return self.get_data_page(0)
+
+    def set_from_flat_data_page(self, index, data_page):
+        """There is nothing to set."""
+
+
 def pages_of(name: str, num_pages: int) -> list[str]:
     return [hashlib.sha256(f"{name} {i}".encode()).hexdigest() for i in range(num_pages)]

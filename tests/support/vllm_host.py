@@ -33,10 +33,12 @@ BLOCK_TOKENS, BLOCK_BYTES, ROWS = 16, 4096, 64
 PARALLEL = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False)
 
 
-def config(tiers: list[dict[str, Any]], **extra: Any) -> OffloadingConfig:
-    """Of a model with one group of two layers."""
+def config(tiers: list[dict[str, Any]], num_groups: int = 1, **extra: Any) -> OffloadingConfig:
+    """Of a model with so many groups of two layers."""
     return OffloadingConfig(
-        groups=(OffloadingGroupConfig(BLOCK_TOKENS, ("layer.0", "layer.1"), 0),),
+        groups=tuple(
+            OffloadingGroupConfig(BLOCK_TOKENS, (f"layer.{2 * i}", f"layer.{2 * i + 1}"), i) for i in range(num_groups)
+        ),
         worker_kv_bytes_per_block=BLOCK_BYTES,
         enable_kv_cache_events=False,
         extra_config={
@@ -67,9 +69,10 @@ def vllm_config_of(algorithm: str = "sha256_cbor", policy: str = "recompute") ->
     )
 
 
-def keys_of(name: str, num_blocks: int) -> list[bytes]:
-    """A chain: each key stands for its whole history."""
-    return [make_offload_key(hashlib.sha256(f"{name} {i}".encode()).digest(), 0) for i in range(num_blocks)]
+def keys_of(name: str, num_blocks: int, num_groups: int = 1) -> list[bytes]:
+    """A chain: each key stands for its whole history. num_groups: that have a key each."""
+    digests = [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(num_blocks)]
+    return [make_offload_key(digest, group) for digest in digests for group in range(num_groups)]
 
 
 class NotedPolicy(KVStorePolicy):
@@ -92,9 +95,10 @@ class Scheduler:
         offload_prompt_only: bool = False,
         block_bytes: int = BLOCK_BYTES,
         vllm_config: Any = None,
+        num_groups: int = 1,
         **options: Any,
     ) -> None:
-        made = config([tier_options(path, **options)], offload_prompt_only=offload_prompt_only)
+        made = config([tier_options(path, **options)], num_groups, offload_prompt_only=offload_prompt_only)
         made.extra_config["cpu_bytes_to_use"] = ROWS * block_bytes
         made = replace(made, worker_kv_bytes_per_block=block_bytes)
         self.spec = CPUTieringSpec(replace(made, model=OffloadingModelConfig("a-model", dtype)))

@@ -42,7 +42,7 @@ def done(jobs):
 
 
 def test_what_is_written_is_read_into_other_memory(jobs):
-    jobs.write(7, blocks(b"k1", b"k2"), "talk")
+    jobs.write(7, blocks(b"k1", b"k2"))
     assert [(job.job_id, job.is_load, job.ok, job.num_bytes) for job in done(jobs)] == [
         (7, False, [True] * 2, 2 * SIZE)
     ]

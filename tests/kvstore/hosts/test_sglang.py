@@ -12,7 +12,7 @@ import torch
 
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
 from tests.support import hicache
-from tests.support.hicache import PAGE_TOKENS, HostPool, pages_of
+from tests.support.hicache import PAGE_TOKENS, HostPool, LogicalPool, pages_of
 from tests.support.programs import writer_held_up
 from tests.support.waiting import TIMEOUT_S, together, wait_until
 
@@ -222,6 +222,14 @@ def test_other_pools_have_pages_of_their_own_and_shorten_what_is_found(start):
     assert backend.batch_get_v2(last) == {PoolName.MAMBA: [True]} and states.has(pages[3], 3)
     unknown = PoolTransfer(PoolName.INDEXER, torch.arange(PAGE_TOKENS), keys=pages[:1])
     assert backend.batch_get_v2([unknown]) == backend.batch_set_v2([unknown]) == {PoolName.INDEXER: [False]}
+
+
+def test_pages_without_bytes_are_there_or_not(start):
+    backend, pages, indices = start(LogicalPool()), pages_of("a", 3), torch.arange(3 * PAGE_TOKENS)
+    assert backend.batch_set_v1(pages[:2], indices[: 2 * PAGE_TOKENS], after(())) == [True] * 2
+    assert backend.batch_get_v1(pages, indices, after(())) == [True, True, False] and backend.batch_exists(pages) == 2
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert backend.batch_set(pages[2:], [empty]) and backend.batch_get(pages[2:], [empty]) == [empty]
 
 
 def test_threads_get_their_own_pages(start):

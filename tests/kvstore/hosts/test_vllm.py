@@ -103,6 +103,17 @@ def test_another_model_in_the_same_store_finds_nothing(open_host, chain, other):
     assert open_host().turn(keys) == 4
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_all_groups_of_layers_of_a_running_or_pinned_conversation_stay(open_host, chain, is_pinned):
+    host, keys = open_host(disk="4MiB", num_groups=2), chain("anna", 20, 2)
+    host.turn(keys, kvstore={"session": "anna", **({"pin_s": 3600} if is_pinned else {})})
+    if not is_pinned:
+        host.step(host.request(keys, kvstore={"session": "anna"}).req_id)
+    for number in range(14):
+        host.turn(chain(f"other {number}", 25, 2), kvstore={"session": f"other {number}"})
+    assert host.kept(chain("other 0", 25, 2)) == 0 and host.kept(keys) == 40
+
+
 def test_a_damaged_block_is_computed_again(open_host, chain, tmp_path):
     host, keys = open_host(), chain("a", 8)
     host.turn(keys)
