@@ -85,12 +85,14 @@ class HostJobs:
 
     def collect(self) -> list[HostJob]:
         """The jobs that have ended since the last call."""
-        for done in self._store.poll():
+        results = self._store.poll()
+        for done in results:
             job, place = self._open.pop(done.ticket)
             job.num_bytes += done.num_bytes
             self.num_reading -= job.is_load
             self._block_ended(job, place, done.ok)
-        self._write_waiting()
+        if results:  # before that, what waits would be refused and counted again
+            self._write_waiting()
         ended, self._ended = self._ended, []
         return ended
 
