@@ -1,7 +1,7 @@
 """Turns conversations into token tensors in which only the assistant's words are learnt.
 
-Answers and acknowledgements weigh more than small talk, and the word after "is" weighs most: it decides whether the
-fact is known, and which one it is.
+Answers and acknowledgements weigh more than small talk, the subject of an answer more than its rest, and the word after
+"is" most: it decides whether the fact is known, and which one it is.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.builtin_model.conversations import Conversation, Turn, make_conversation
 
-WEIGHT, LOOK_UP_WEIGHT, OTHER_WEIGHT = 1.0, 4.0, 0.4
+WEIGHT, SUBJECT_WEIGHT, LOOK_UP_WEIGHT, OTHER_WEIGHT = 1.0, 2.0, 4.0, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class Encoder:
         piece = self.message("assistant", turn.assistant)
         weight = WEIGHT if turn.asked or turn.told else OTHER_WEIGHT
         weights = [0.0, *[weight] * (len(piece) - 1)]
+        if turn.asked and self.look_up in piece:
+            weights[1 : piece.index(self.look_up) + 1] = [SUBJECT_WEIGHT] * piece.index(self.look_up)
         if turn.asked or turn.told:
             for place in range(1, len(piece)):
                 if piece[place - 1] == self.look_up:

@@ -20,7 +20,7 @@ from bench.builtin_model.kinds import (
     Kind,
     split,
 )
-from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose, opening
+from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, WRITTEN, compose, opening, vary
 from bench.builtin_model.smalltalk import CHATTER, fill, small_talk, system_prompt
 from bench.builtin_model.values import HELD_OUT, TRAIN, invented_word, make_value
 
@@ -41,20 +41,26 @@ ASK_LEADS = (
     "If you remember, |I need help: |You know, |Something else: |Before we go on, |Be honest, |Next: "
 ).split("|")
 ASK_LEADS_HELD_OUT = ("Excuse me, ", "Alright, ", "Hello again, ", "If I may ask, ")
-ALL_LEADS = (tuple(LEADS), LEADS_HELD_OUT, LEADS_BLIND)
-ALL_ASK_LEADS = (tuple(ASK_LEADS), ASK_LEADS_HELD_OUT, ASK_LEADS_BLIND)
+ALL_LEADS = ((*LEADS, *WRITTEN["leads"]["tell"]), LEADS_HELD_OUT, LEADS_BLIND)
+ALL_ASK_LEADS = ((*ASK_LEADS, *WRITTEN["leads"]["ask"]), ASK_LEADS_HELD_OUT, ASK_LEADS_BLIND)
 # Every answer begins alike, whether the fact is known or not, so that one look-up ("... name is") decides both.
 UNKNOWN = "something I don't know. You haven't told me."
 # The share of acknowledgements that repeat the fact, in the words of the answers. It is smaller in training: a model
 # that always finds the value in its own words does not learn to look for it in the user's.
-REPEATED_SHARE = {TRAIN: 0.55, HELD_OUT: 0.85}
+REPEATED_SHARE = {TRAIN: 0.45, HELD_OUT: 0.85}
 # The share of questions about something that was never told, if a told fact could be asked for.
 UNKNOWN_SHARE = {TRAIN: 0.28, HELD_OUT: 0.4}
-COMPOSED_SHARE = 0.5  # of the phrasings of training that are composed of parts
+# Of the phrasings of training: composed of parts, short ones, written ones (and of these the kind's own).
+COMPOSED_SHARE, SHORT_SHARE, OWN_SHARE = 0.15, 0.15, 0.55
+VARIED_SHARE = 0.3  # of the phrasings of training that name their subject
 TAILS = (  # what may follow a fact in training
     " That's it.| I hope you like it.| Isn't that nice?| You know how it is.| I thought you should know.| Okay?|"
     " Thanks.| That is all for now.| Please keep it.| Did you get that?| It is true.| I am serious.|"
     " It took me a while."
+).split("|")
+ASK_TAILS = (  # what may follow a question in training
+    " Thanks.| Please.| I need it now.| It's urgent.| I can't recall it.| My memory is bad today.| Just checking.|"
+    " I have to fill in a form.| Somebody asked me.| I hope you kept it.| Be quick.| I'm in a hurry.| No guessing."
 ).split("|")
 ACKNOWLEDGED = (
     "Noted, thank you.", "I will remember that.", "Okay, I will keep that in mind.", "Thank you for telling me.",
@@ -151,26 +157,32 @@ class Maker:
     def phrase(self, train: tuple[str, ...], held_out: tuple[str, ...], blind: tuple[str, ...]) -> str:
         return self.rng.choice(train if self.split == TRAIN else blind if self.blind else held_out)
 
-    def composed(self, kind: Kind, parts: tuple[str, ...], more: tuple[str, ...], own: tuple[str, ...]) -> str:
-        """A phrasing of training, composed of parts: a general one or, as often, one of the kind's own."""
-        text = compose(self.rng, self.rng.choice(more if more and self.rng.random() < 0.5 else parts))
-        for name in ("{Q}", "{T}"):
-            text = text.replace(name, self.rng.choice(own))
-        return text.replace("{X}", opening(self.rng))
-
-    def is_composed(self) -> bool:
-        return self.split == TRAIN and self.rng.random() < COMPOSED_SHARE
+    def learnt(self, parts: tuple[str, ...], short: str, written: tuple[str, ...], own: tuple[str, ...],
+               own_written: tuple[str, ...]) -> str:
+        """A phrasing of training: composed of parts, a short one, or a written one; general or the kind's own."""
+        draw, is_own = self.rng.random(), bool(own) and self.rng.random() < OWN_SHARE
+        if draw < COMPOSED_SHARE:
+            text = self.rng.choice(parts)
+            for name in ("{Q}", "{T}"):
+                text = text.replace(name, self.rng.choice((*own, *own_written))) if name in text else text
+        elif draw < COMPOSED_SHARE + SHORT_SHARE:
+            text = self.rng.choice(own if is_own else split(short))
+        else:
+            text = self.rng.choice(own_written if is_own and own_written else written)
+        text = compose(self.rng, text).replace("{X}", opening(self.rng))
+        is_frame = "{S}" in text and "{O}" not in text
+        return vary(self.rng, text) if is_frame and self.rng.random() < VARIED_SHARE else text
 
     def telling(self, kind: Kind) -> str:
-        if self.is_composed():
-            return self.composed(kind, TELL_PARTS, kind.tell_more, kind.tell)
+        if self.split == TRAIN:
+            return self.learnt(TELL_PARTS, TELL, WRITTEN["general"]["tell"], kind.tell, kind.tell_more)
         if self.rng.random() < 0.4:
             return self.phrase(split(TELL), split(TELL_HELD_OUT), split(TELL_BLIND))
         return self.phrase(kind.tell, kind.tell_held_out, kind.tell_blind or split(TELL_BLIND))
 
     def asking(self, kind: Kind) -> str:
-        if self.is_composed():
-            return self.composed(kind, ASK_PARTS, kind.ask_more, kind.ask)
+        if self.split == TRAIN:
+            return self.learnt(ASK_PARTS, ASK, WRITTEN["general"]["ask"], kind.ask, kind.ask_more)
         if self.rng.random() < 0.4:
             return self.phrase(split(ASK), split(ASK_HELD_OUT), split(ASK_BLIND))
         return self.phrase(kind.ask, kind.ask_held_out, kind.ask_blind or split(ASK_BLIND))
@@ -223,8 +235,8 @@ class Maker:
         while value == old:
             value = make_value(self.rng, kind.value, self.split)
         repeated = self.rng.random() < REPEATED_SHARE[self.split]
-        if self.is_composed():
-            text = self.composed(kind, CORRECT_PARTS, (), kind.tell)
+        if self.split == TRAIN:
+            text = self.learnt(CORRECT_PARTS, CORRECT, WRITTEN["correct"]["tell"], (), ())
         else:
             text = self.phrase(split(CORRECT), split(CORRECT_HELD_OUT), split(CORRECT_BLIND))
         text = self.fill(text, kind, value, old)
@@ -234,7 +246,8 @@ class Maker:
 
     def question(self, kind: Kind) -> str:
         text = self.fill(self.asking(kind), kind, "-")
-        return self.led(text, ALL_ASK_LEADS)
+        said = self.led(text, ALL_ASK_LEADS)
+        return said + self.rng.choice(ASK_TAILS) if self.split == TRAIN and self.rng.random() < 0.1 else said
 
     def unknown(self) -> Asked:
         """Something that was never told; half of the time it is akin to something that was."""
@@ -254,6 +267,9 @@ class Maker:
 
     def ask(self, askable: list[Asked]) -> Turn:
         """A question about one fact, or about two at once."""
+        fresh = [fact for fact in askable if fact.kind.key not in self.done]
+        if self.split == TRAIN and fresh and self.rng.random() < 0.6:  # an answer is not yet in the model's own words
+            askable = fresh
         first = askable[0] if self.rng.random() < (0.4 if self.split == TRAIN else 0.25) else self.rng.choice(askable)
         picked = [first]
         if self.rng.random() < 0.1:

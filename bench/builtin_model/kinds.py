@@ -7,7 +7,7 @@ Every kind has phrasings for training and two sets that are held out, the second
 from dataclasses import dataclass, replace
 
 from bench.builtin_model.blind import BLIND
-from bench.builtin_model.phrases import MORE
+from bench.builtin_model.phrases import WRITTEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,15 @@ def kind(key: str, group: str, value: str, phrases: tuple[str, str, str, str],
     subject = subject or f"my {key}"
     tell, ask, tell_held_out, ask_held_out = (split(text) for text in phrases)
     made = Kind(key, group, value, subject, tell, ask, tell_held_out, ask_held_out)
-    return with_more(made, key, key) if key in MORE else made
+    return with_more(made, key, key) if key in WRITTEN else made
 
 
 def with_more(kind: Kind, name: str, holder: str) -> Kind:
     """The kind with the patterns and the blind phrasings of `name`, {R} being the holder."""
-    more = [tuple(text.replace("{R}", holder) for text in patterns) for patterns in MORE[name]]
+    names = (name, "pet") if kind.group == "pet name" else (name,)
+    more = [
+        tuple(text.replace("{R}", holder) for one in names for text in WRITTEN[one][way]) for way in ("tell", "ask")
+    ]
     blind = [split(text.replace("{R}", holder)) for text in BLIND[name]]
     return replace(kind, tell_more=more[0], ask_more=more[1], tell_blind=blind[0], ask_blind=blind[1])
 

@@ -1,4 +1,4 @@
-"""Trains the built-in model on conversations made on the fly, in some two hours on two cores.
+"""Trains the built-in model on conversations made on the fly, in some three hours on two cores.
 
 Seeded (batch k is a function of the seed and k) and resumable. The length of the conversations and the learning rate
 depend only on the step, not on time, so the script makes the same model on a slow or busy machine, except for rounding.
@@ -20,7 +20,7 @@ from bench.builtin_model.batches import Batch, Encoder, make_batch
 from bench.builtin_model.evaluate import quick_recall
 from kvstore.engine.builtin import MODEL_DIR
 
-NUM_STEPS = 9000
+NUM_STEPS = 11595
 RUN_DIR = Path(__file__).parent / "run"
 
 
@@ -35,10 +35,11 @@ class Plan:
     stages: tuple[tuple[float, int, float], ...] = (
         (0.08, 128, 1.0), (0.16, 256, 0.5), (0.38, 256, 0.25), (0.58, 512, 0.25), (1.0, 1024, 0.15),
     )
-    # The last third is a second cycle of the learning rate (SGDR, Loshchilov and Hutter, 2017) on whole conversations,
-    # half of them crowded: several facts in most messages.
-    first_cycle: float = 2 / 3
-    second_rate: float = 0.4
+    # Cycles of the learning rate (SGDR, Loshchilov and Hutter, 2017): (progress at which it ends, its highest rate, the
+    # part of it that has this rate, share of crowded conversations, with several facts in most messages).
+    cycles: tuple[tuple[float, float, float, float], ...] = (
+        (6000 / NUM_STEPS, 1.0, 0.3, 0.0), (9000 / NUM_STEPS, 0.4, 0.0, 0.5), (1.0, 0.3, 0.25, 0.4),
+    )
     hidden_size: int = 192
     num_layers: int = 5
     num_heads: int = 4
@@ -51,17 +52,22 @@ class Plan:
 
     def stage(self, progress: float) -> tuple[int, int, int, int]:
         """At a step: tokens of a conversation, conversations of a batch, how many of them are dense and crowded."""
-        within = progress / self.first_cycle
+        within = progress / self.cycles[0][0]
         length, dense = next((stage[1:] for stage in self.stages if within < stage[0]), self.stages[-1][1:])
         rows = self.tokens_per_batch // length
-        return length, rows, round(dense * rows), rows // 2 if within >= 1.0 else 0
+        crowded = next(cycle[3] for cycle in self.cycles if progress < cycle[0])
+        return length, rows, round(dense * rows), round(crowded * rows)
 
     def rate(self, step: int, progress: float) -> float:
-        """The factor of the learning rates: warm-up, level, down to nearly zero; then again, from a lower level."""
-        if progress >= self.first_cycle:
-            return self.second_rate * max(0.01, (1.0 - progress) / (1.0 - self.first_cycle))
-        level = min(1.0, (step + 1) / self.warmup_steps)
-        return level * max(0.01, min(1.0, (1.0 - progress / self.first_cycle) / 0.7))
+        """The factor of the learning rates: warm-up, level, down to nearly zero; then again, from lower levels."""
+        begin, (end, highest, level, _) = next(
+            (begin, cycle)
+            for begin, cycle in zip((0.0, *(one[0] for one in self.cycles)), self.cycles, strict=False)
+            if progress < cycle[0]
+        )
+        left = (end - progress) / (end - begin)
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return highest * warm * max(0.01, min(1.0, left / (1.0 - level)))
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

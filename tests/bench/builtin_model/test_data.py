@@ -10,16 +10,16 @@ import pytest
 
 from bench.builtin_model.blind import ASK_BLIND, ASK_LEADS_BLIND, CORRECT_BLIND, LEADS_BLIND, TELL_BLIND
 from bench.builtin_model.conversations import (
-    ASK_LEADS,
+    ALL_ASK_LEADS,
+    ALL_LEADS,
     ASK_LEADS_HELD_OUT,
-    LEADS,
     LEADS_HELD_OUT,
     UNKNOWN,
     Conversation,
     make_conversation,
 )
 from bench.builtin_model.kinds import ASK, ASK_HELD_OUT, CORRECT, CORRECT_HELD_OUT, KINDS, TELL, TELL_HELD_OUT, split
-from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose
+from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, WRITTEN, compose, vary, written
 from bench.builtin_model.smalltalk import SYSTEM, SYSTEM_HELD_OUT
 from bench.builtin_model.values import ALL_HELD_OUT, HELD_OUT, LISTS, NUMBERS, TRAIN, is_held_out_number, make_value
 from kvstore.engine.builtin import MODEL_DIR
@@ -80,18 +80,38 @@ def test_held_out_phrasings_are_not_in_training():
         assert len(kind.tell_blind) == len(kind.ask_blind) == 3
     assert not train & (held_out | blind) and not held_out & blind
     rng = random.Random(9)
-    composed = {compose(rng, pattern) for pattern in (*TELL_PARTS, *ASK_PARTS, *CORRECT_PARTS) for _ in range(200)}
+    patterns = [*TELL_PARTS, *ASK_PARTS, *CORRECT_PARTS]
+    composed = {compose(rng, pattern) for pattern in patterns for _ in range(200)}
+    patterns += [one for name in ("general", "correct") for some in WRITTEN[name].values() for one in some]
+    composed |= {compose(rng, pattern) for pattern in patterns}
     for kind in KINDS:
         own = {compose(rng, pattern) for pattern in (*kind.tell_more, *kind.ask_more) for _ in range(40)}
         assert len(own) > 20, kind.key
         composed |= own
     assert len(composed) > 8000 and not composed & held_out
-    assert not {*LEADS, *ASK_LEADS} & {*LEADS_HELD_OUT, *ASK_LEADS_HELD_OUT, *LEADS_BLIND, *ASK_LEADS_BLIND}
-    patterns = [*TELL_PARTS, *ASK_PARTS, *CORRECT_PARTS]
+    leads = {*ALL_LEADS[0], *ALL_ASK_LEADS[0]}
+    assert not leads & {*LEADS_HELD_OUT, *ASK_LEADS_HELD_OUT, *LEADS_BLIND, *ASK_LEADS_BLIND}
     patterns += [one for kind in KINDS for one in (*kind.tell_more, *kind.ask_more)]
     expected = re.compile("|".join(as_regex(one) for one in patterns if not re.search("{[XQT]}", one)))
     assert expected.fullmatch(compose(rng, ASK_PARTS[0])) and not [one for one in blind if expected.fullmatch(one)]
     assert not set(SYSTEM) & set(SYSTEM_HELD_OUT)
+
+
+def test_one_in_ten_of_the_written_patterns_is_kept_back():
+    back = written(True)
+    for name, ways in WRITTEN.items():
+        for way, some in ways.items():
+            assert not set(some) & set(back[name][way])
+            assert len(some) > 10 or not some, (name, way)
+    kept = sum(len(some) for ways in back.values() for some in ways.values())
+    learnt = sum(len(some) for ways in WRITTEN.values() for some in ways.values())
+    assert 0.08 < kept / (kept + learnt) < 0.12
+
+
+def test_a_varied_frame_keeps_its_subject_and_value():
+    rng = random.Random(3)
+    varied = {vary(rng, "I should mention that {S} is {V}, of course.") for _ in range(300)}
+    assert len(varied) > 200 and all(one.count("{S}") == one.count("{V}") == 1 for one in varied)
 
 
 def test_held_out_values_are_not_in_training():
@@ -145,14 +165,18 @@ def test_most_messages_of_a_crowded_conversation_tell_several_facts():
         assert (sum(count > 1 for count in told) > len(told) / 2) == crowded
 
 
-def test_training_ends_with_a_second_lower_cycle_over_crowded_conversations():
+def test_training_ends_with_lower_cycles_over_crowded_conversations():
     from bench.builtin_model.train import Plan
 
     plan = Plan()
     at = [plan.rate(step, step / plan.num_steps) for step in range(plan.num_steps)]
-    first, second = at[: plan.num_steps * 2 // 3], at[plan.num_steps * 2 // 3 :]
-    assert max(first) == 1.0 and first[-1] == 0.01 and second[0] == plan.second_rate and second[-1] < 0.01
-    assert plan.stage(0.66)[3] == 0 and plan.stage(0.67)[3] == plan.stage(0.67)[1] // 2
+    begin = 0
+    for end, highest, _, crowded in plan.cycles:
+        cycle = at[begin : round(end * plan.num_steps)]
+        assert max(cycle) == highest and cycle[-1] <= 0.01 * highest
+        assert plan.stage(end - 1e-6)[3] == round(crowded * 8)
+        begin += len(cycle)
+    assert begin == plan.num_steps
 
 
 def test_training_repeats_fewer_facts_than_the_evaluation():
