@@ -142,7 +142,7 @@ def test_variables_of_the_template(tmp_path):
 def test_thinking_that_the_template_drops(builtin):
     client = Client(builtin, "thinking")
     client.send(LONG)
-    client.send("Tell me a story.", reasoning="Hm.")
+    client.send(LONG, reasoning="Hm.")
     output = client.send("Go on.")
     miss = miss_of(output, "thinking", 4, "assistant")
     assert miss.token >= output.usage.cached_tokens > 0

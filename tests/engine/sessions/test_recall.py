@@ -78,7 +78,7 @@ def params_of(random_: random.Random, free: str) -> SamplingParams:
 # -- the same ids as a session ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("system", ["", "Be brief.", "Never say <|end|>, äh."])
 def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
-    random_ = random.Random(f"ids of {system}")
+    random_ = random.Random(f"ids {system}")
     template, num_odd = builtin.chats.language.template, 0
     for number in range(4):
         tenant = f"t{number}{system}"
