@@ -5,7 +5,7 @@ A request tells where each key ends in the prompt, and lists them all in a priva
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
@@ -13,12 +13,14 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_id
 from kvstore.hosts.vllm_identity import field
 
 
-def chain_of(context: ReqContext, group: int | None = None) -> list[OffloadKey]:
-    """A request's keys for one group of layers, head first. group None: the first group."""
-    keys = _all_keys(context)
-    if group is None:
-        group = min(map(get_offload_group_idx, keys), default=0)
-    own = [key for key in keys if get_offload_group_idx(key) == group]
+def groups_of(keys: Iterable[OffloadKey]) -> set[int]:
+    """The groups of layers that these keys stand for."""
+    return set(map(get_offload_group_idx, keys))
+
+
+def chain_of(context: ReqContext, group: int) -> list[OffloadKey]:
+    """A request's keys for one group of layers, head first."""
+    own = [key for key in all_keys(context) if get_offload_group_idx(key) == group]
     return sorted(own, key=lambda key: end_of(key, context))
 
 
@@ -40,13 +42,14 @@ class RequestKeys:
 
     def before(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
         """For each key the one before it, or None for a first one; in the order of their ends."""
-        for key in islice(_all_keys(self._context), len(self._before), None):
+        for key in islice(all_keys(self._context), len(self._before), None):
             group = get_offload_group_idx(key)
             self._before[key] = self._last.get(group)
             self._last[group] = key
         return {key: self._before.get(key) for key in sorted(keys, key=lambda key: end_of(key, self._context))}
 
 
-def _all_keys(context: ReqContext) -> dict[OffloadKey, int]:
+def all_keys(context: ReqContext) -> dict[OffloadKey, int]:
+    """Of all groups, as they came."""
     keys: dict[OffloadKey, int] = field(context, "_offload_key_positions")
     return keys

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvstore.blocks.forest import EvictionTree
 from kvstore.hosts.read_ahead import KeptFile
 from kvstore.hosts.vllm_identity import store_folder
-from kvstore.hosts.vllm_keys import RequestKeys, chain_of
+from kvstore.hosts.vllm_keys import RequestKeys, all_keys, chain_of, groups_of
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.policies import Steering
 
@@ -44,7 +44,8 @@ class KVStorePolicy(CachePolicy):
         self._tree = EvictionTree[OffloadKey](self._steering.order(TIER), self._is_free)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._evictable: dict[OffloadKey, None] = {}
-        self._open: dict[str, tuple[Conversation, RequestKeys]] = {}  # by request
+        # By request: a conversation for each group of layers, as each has a chain of its own.
+        self._open: dict[str, tuple[dict[int, Conversation], RequestKeys]] = {}
         self._coming: dict[OffloadKey, tuple[OffloadKey | None, Conversation]] = {}  # to be inserted
 
     # -- chunks ------------------------------------------------------------------------------------------------------
@@ -88,8 +89,9 @@ class KVStorePolicy(CachePolicy):
         return [(key, self._chunks.pop(key)) for key in (*keys, *others)]
 
     def clear(self) -> None:
-        for conversation, _ in self._open.values():
-            self._steering.end_request(conversation, ())
+        for conversations, _ in self._open.values():
+            for conversation in conversations.values():
+                self._steering.end_request(conversation, ())
         self._tree.clear()
         for each in (self._chunks, self._evictable, self._open, self._coming):
             each.clear()
@@ -101,11 +103,12 @@ class KVStorePolicy(CachePolicy):
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """vLLM is about to insert these, if there is room. Only here does it tell whose they are."""
-        conversation, request_keys = self._arrive(req_context)
+        found = list(keys)
+        conversations, request_keys = self._arrive(req_context, groups_of(found))
         if len(self._coming) > self.cache_capacity:
             self._coming.clear()
-        for key, parent in request_keys.before(list(keys)).items():
-            self._coming[key] = (parent, conversation)
+        for key, parent in request_keys.before(found).items():
+            self._coming[key] = (parent, conversations[get_offload_group_idx(key)])
 
     def on_request_finished(
         self,
@@ -116,26 +119,28 @@ class KVStorePolicy(CachePolicy):
     ) -> None:
         if not key_groups:
             return  # it had no whole chunk
-        conversation, _ = self._arrive(req_context)
+        conversations, _ = self._arrive(req_context, groups_of(all_keys(req_context)))
         del self._open[req_context.req_id]
-        chain = chain_of(req_context)
-        end = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self._chunks), 0)
-        if end:
-            self._tree.claim(conversation, chain[end - 1])
-        self._steering.end_request(conversation, chain)
+        for group, conversation in conversations.items():
+            chain = chain_of(req_context, group)
+            end = next((key for key in reversed(chain) if key in self._chunks), None)
+            if end is not None:
+                self._tree.claim(conversation, end)
+            self._steering.end_request(conversation, chain)
         self._steering.poll(is_idle=not self._open)
         if self._file is not None and self._file.is_due:
             self._file.keep(self._steering.state())
 
-    def _arrive(self, context: ReqContext) -> tuple[Conversation, RequestKeys]:
+    def _arrive(self, context: ReqContext, groups: set[int]) -> tuple[dict[int, Conversation], RequestKeys]:
         found = self._open.get(context.req_id)
         if found is None:
-            chain = chain_of(context)
-            is_stored = bool(chain) and chain[-1] in self._chunks
-            conversation = self._steering.arrive(chain, is_stored=is_stored)
+            found = self._open[context.req_id] = {}, RequestKeys(context)
+        for group in groups - found[0].keys():
+            chain = chain_of(context, group)
+            conversation = self._steering.arrive(chain, is_stored=bool(chain) and chain[-1] in self._chunks)
             conversation.num_running = conversation.num_open
             self._steering.refresh(conversation)
-            found = self._open[context.req_id] = conversation, RequestKeys(context)
+            found[0][group] = conversation
         return found
 
     def check_integrity(self) -> None:

@@ -55,10 +55,10 @@ def request(manager, keys):
     return hits, evicted
 
 
-def chain(name, num_blocks):
+def chain(name, num_blocks, num_groups=1):
     from tests.support.vllm_host import keys_of
 
-    return keys_of(name, num_blocks)
+    return keys_of(name, num_blocks, num_groups)
 
 
 def policy():
@@ -75,6 +75,17 @@ def test_tails_go_before_heads(manager):
     _, evicted = request(held, second)
     assert evicted == first[:5:-1]
     assert request(held, first)[0] == 6
+    policy().check_integrity()
+
+
+def test_the_least_valuable_conversation_goes_from_all_groups_of_layers(manager):
+    """Not the second group's chunks of one that has just returned."""
+    held = manager(20)
+    returned, away = chain("returned", 5, num_groups=2), chain("away", 5, num_groups=2)
+    for keys in (returned, away, returned):
+        request(held, keys)
+    _, evicted = request(held, chain("third", 4, num_groups=2))
+    assert len(evicted) == 8 and set(evicted) <= set(away)
     policy().check_integrity()
 
 
