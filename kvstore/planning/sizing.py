@@ -105,10 +105,12 @@ def without_reuse(trace: Trace) -> Trace:
 
 
 def load_of(demand: Extent, hit_rate: float, service: ServiceModel) -> float:
-    """Work divided by the time available; above 1 the queue grows without end, and with it every TTFT."""
+    """Work divided by the time available; above 1 the queue grows without end, and with it every TTFT. 0 where all
+    requests came at once: then none follow.
+    """
     compute_s = demand.num_prompt_tokens * (1 - hit_rate) / service.prefill_tokens_per_s
     decode_s = demand.num_output_tokens / service.decode_tokens_per_s / service.max_batch
-    return max(compute_s, decode_s) / max(demand.duration_s, 1e-9)
+    return max(compute_s, decode_s) / demand.duration_s if demand.duration_s else 0.0
 
 
 # -- which sizes to try ----------------------------------------------------------------------------------------------

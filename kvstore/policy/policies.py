@@ -133,10 +133,10 @@ class EvictionOrder:
 
     def _value(self, conversation: Conversation, now_s: float) -> tuple[float, ...]:
         wanted, pinned_until_s = conversation.wanted, conversation.pinned_until_s  # another thread may change them
-        if wanted is not None:
-            value: tuple[float, ...] = (3, -wanted[0], -wanted[1])
-        elif conversation.num_running:
-            value = (4,)
+        if conversation.num_running:
+            value: tuple[float, ...] = (4,)
+        elif wanted is not None:
+            value = (3, -wanted[0], -wanted[1])
         elif conversation.expires_s <= now_s:
             value = (0, conversation.expires_s)
         else:

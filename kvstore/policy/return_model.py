@@ -155,7 +155,7 @@ class ReturnModel:
         if 0 < bucket < NUM_BUCKETS - 1:
             row[bucket] += num / 2
             row[max(bucket - 1, 1)] += num / 4
-            row[bucket + 1] += num / 4
+            row[min(bucket + 1, NUM_BUCKETS - 2)] += num / 4
         else:
             row[bucket] += num
         self._totals[category] += num

@@ -35,8 +35,12 @@ SGLANG_SOURCES = {"device": "hbm", "host": "cpu", "storage": "disk"}
 
 
 def _address(text: str) -> None:
-    parts = urlsplit(text)  # raises ValueError, as .port does
-    if parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 80) < 1:
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half of a pair of brackets
+        is_good = False
+    if not is_good:
         raise ConfigError("", repr(text), "give an address such as http://127.0.0.1:8000")
 
 

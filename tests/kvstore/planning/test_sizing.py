@@ -147,3 +147,8 @@ def test_the_load_is_that_of_what_is_scarcer():
     assert load_of(demand, 0.0, slow) == 2.0 and load_of(demand, 0.75, slow) == 0.5
     slow = ServiceModel(prefill_tokens_per_s=1e9, decode_tokens_per_s=10, max_batch=2)
     assert load_of(demand, 0.0, slow) == 1.0
+
+
+def test_requests_that_came_at_once_say_nothing_of_a_rate():
+    demand = extent(Trace("one", 10, [TraceRequest([], 1000, 100, 5.0)]))
+    assert load_of(demand, 0.0, ServiceModel()) == 0.0

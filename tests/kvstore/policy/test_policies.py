@@ -72,6 +72,15 @@ def test_expired_then_ordinary_then_pinned_then_wanted(clock):
     assert drained(order) == [9, 10, 6, 7, 8, 5, 4, 3, 2, 1]
 
 
+def test_whose_request_runs_goes_last_also_where_another_of_its_requests_waits(clock):
+    order = order_of("lru", clock)
+    running, wanted = conversation(1), conversation(2)
+    running.num_running, running.wanted, wanted.wanted = 1, (0, 9), (0, 5)
+    for one in (running, wanted):
+        order.add(one)
+    assert drained(order) == [2, 1]
+
+
 def test_adding_twice_and_discarding_strangers_change_nothing(clock):
     order = order_of("fifo", clock)
     one, stranger = conversation(1), conversation(2)

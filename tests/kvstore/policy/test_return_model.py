@@ -186,6 +186,14 @@ def test_one_return_makes_no_peak():
     assert hazards[bucket - 1] == pytest.approx(hazards[bucket + 1])
 
 
+@pytest.mark.parametrize("bucket", [1, NUM_BUCKETS - 2])
+def test_the_first_and_the_last_bucket_get_nothing_of_those_beside_them(bucket):
+    model = ReturnModel()
+    model.returned(7, LOWER_S[bucket])
+    returns = model.to_dict()["7"]["returns"]
+    assert (returns[0], returns[-1], sum(returns)) == (0.0, 0.0, 1.0)
+
+
 def test_the_past_is_forgotten():
     model = ReturnModel()
     bucket = bucket_of(2.0)

@@ -133,6 +133,9 @@ def test_sglang_says_which_tier_it_was(run, host):
     ("flags", "code", "words"),
     [
         (("--url", "localhost:8000"), 2, "--url is 'localhost:8000'; give an address such as"),
+        (("--url", "http://127.0.0.1:0"), 2, "--url is 'http://127.0.0.1:0'; give an address such as"),
+        (("--url", "http://127.0.0.1:80000"), 2, "--url is 'http://127.0.0.1:80000'; give an address such as"),
+        (("--url", "http://[::1"), 2, "--url is 'http://[::1'; give an address such as"),
         (("--url", "http://127.0.0.1:1"), 1, "http://127.0.0.1:1 does not answer: "),
         (("--tokens", "3"), 2, "--tokens"),
     ],
