@@ -357,6 +357,8 @@ class LocalCore:
                 return None
             case messages.Pin(chain, seconds, expires_s, tenant):
                 return self.loop.call(connector.pin, chain, seconds, expires_s, tenant)
+            case messages.Unused(block_ids):
+                return self.loop.call(self.loop.scheduler.roster.unused, block_ids)
             case messages.Forget(block_ids, timeout_s):
                 return self._forget(block_ids, timeout_s)
             case messages.EvictBlocks(what):

@@ -100,6 +100,12 @@ class Pin(Call[None]):
     tenant: str | None = None
 
 
+class Unused(Call[list[BlockId]]):
+    """Those of these blocks that no request needs which waits or runs."""
+
+    block_ids: Sequence[BlockId]
+
+
 class Forget(Call[bool]):
     """Delete these blocks from all tiers. Returns whether they are gone from disk within the timeout."""
 
@@ -138,7 +144,7 @@ class ReadStats(Call[dict[str, Any]]):
     """Counters and gauges, without sessions."""
 
 
-Verb = Splice | Prefetch | Pin | Forget | EvictBlocks | VerifyBlocks | CompactBlocks | Flush | ReadStats
+Verb = Splice | Prefetch | Pin | Unused | Forget | EvictBlocks | VerifyBlocks | CompactBlocks | Flush | ReadStats
 
 
 # -- between two processes -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Loss
-from kvstore.engine.client.messages import Call, Core, Forget, Spliced, Submit
+from kvstore.engine.client.messages import Call, Core, Forget, Spliced, Submit, Unused
 from kvstore.engine.core.request import Ended, Said, Update
 from kvstore.engine.outputs import (
     NO_EARLIER,
@@ -237,13 +237,18 @@ class CoreClient:
         """See `Core.call`."""
         return self.core.call(verb)
 
-    def forget(self, block_ids: Sequence[BlockId]) -> None:
-        """Delete those of these blocks to which no turn of a session refers, unless the core is gone: others may have
-        spliced the same.
+    def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
+        """Delete those of these blocks to which no turn of a session refers, stored or running, unless the core is
+        gone: others may have the same. Returns those that only running ones have.
         """
+        unstored = set[BlockId]()
         if block_ids and not self.closed:
             with suppress(StoreError, EngineClosedError, EngineDiedError):
-                self.call(Forget(list(self.unreferenced(set(block_ids))), FORGET_S))
+                unstored = self.unreferenced(set(block_ids))
+                unused = self.call(Unused(list(unstored)))
+                unstored.difference_update(unused)
+                self.call(Forget(unused, FORGET_S))
+        return unstored
 
     def submit(
         self,

@@ -282,6 +282,9 @@ class SeveralCores:
         if self._disk is not None:
             self._disk.pin(verb.chain, verb.seconds, verb.expires_s, verb.tenant)
 
+    def _unused(self, verb: messages.Unused) -> list[BlockId]:
+        return list(set(verb.block_ids).intersection(*self._all(verb)))
+
     def _forget(self, verb: messages.Forget) -> bool:
         are_gone = self._all(verb)
         return all(are_gone) and (self._disk is None or self._disk.forget(verb.block_ids, verb.timeout_s))
@@ -347,6 +350,7 @@ WAYS: dict[type[Call[Any]], Callable[[SeveralCores, Any], Any]] = {
     messages.Splice: SeveralCores._where_it_was,
     messages.Prefetch: SeveralCores._where_it_was,
     messages.Pin: SeveralCores._pin,
+    messages.Unused: SeveralCores._unused,
     messages.Forget: SeveralCores._forget,
     messages.EvictBlocks: SeveralCores._evict,
     messages.VerifyBlocks: SeveralCores._verify,

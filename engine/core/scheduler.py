@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kvstore.blocks.ids import BlockId, quantised_id, with_quantised
 from kvstore.blocks.records import TransferPlan
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
@@ -119,6 +120,11 @@ class Roster:
         del self.searches[answers[0].prompt_id]
         return answers
 
+    def unused(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """Those of these blocks that are in no request's chain, nor are their copies."""
+        left = set(with_quantised(block_ids)).difference(*(request.chain for request in self.requests.values()))
+        return [one for one in block_ids if one in left and quantised_id(one) in left]
+
     # -- from running to waiting -------------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:
         request.num_preemptions += 1
@@ -154,6 +160,8 @@ class Roster:
             self.num_failed_loads += 1
             request.may_load = False
             request.cached.undo()
+            if request.loss is not None and request.loss[0] > request.cached.num_seen:
+                request.loss = None  # it computes earlier ones, too
             self.go_back(request)
 
     # -- the end -----------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class ChatSession:
                 is_lone = record is None and self.fork_of is None and not self.check_deleted()
                 if not (is_lone and turn.is_found(sessions, self.number, size)):
                     left, self.unstored = [*left, *self.unstored], set()
-                client.forget(left)
+                self.unstored.update(client.forget(left))
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:

@@ -253,6 +253,8 @@ class Conversations:
         num_prompt, is_stored = self._open.get(conversation, (0, False))
         if len(chain) > num_prompt or (chain and not is_stored):
             prompt_tip = chain[num_prompt - 1 : num_prompt] if num_prompt and not is_stored else ()
+            if conversation not in self._open:  # it was preempted, which has set that
+                prompt_tip = self._tips_of.get(conversation, ())[:1]
             self._set_tips(conversation, tuple(dict.fromkeys((*prompt_tip, chain[-1]))))
         if not conversation.num_open:
             self._open.pop(conversation, None)

@@ -17,6 +17,7 @@ from kvstore.engine.client.messages import (
     ReadStats,
     Splice,
     Submit,
+    Unused,
     Updates,
     Verb,
     decode_inbound,
@@ -45,6 +46,7 @@ RESULTS = [
     (Splice([], [], LINEAGE, [], ""), None),
     (EvictBlocks(Evict(block_ids=frozenset([b"b" * 32]), to_bytes=7)), {"hbm": Evicted(1, 2)}),
     (Pin([b"b" * 32], None, float("inf")), None),
+    (Unused([b"b" * 32, b"c" * 32]), [b"c" * 32]),
     (Flush([b"b" * 32], 9.5), 3),
     (ReadStats(), {"requests": {"running": 1}, "lost": None}),
 ]
@@ -124,7 +126,7 @@ def test_a_verb_and_its_result_cross_whole(verb, result):
 ])  # fmt: skip
 def test_other_bytes_are_no_message(value):
     """So nothing can be called but a verb, with arguments of its types."""
-    assert len(get_args(Verb)) == 9
+    assert len(get_args(Verb)) == 10
     with pytest.raises(msgspec.DecodeError):
         decode_inbound(value)
 

@@ -13,6 +13,7 @@ from kvstore import AnswerOptions, CacheTiers, Engine, SamplingParams
 from kvstore.admin.commands import EvictRequest
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.records import Evict, ReadResult
+from kvstore.engine.client.messages import EvictBlocks
 from kvstore.engine.sessions.misses import common_prefix
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.text.prompts import NO_OPTIONS
@@ -426,9 +427,13 @@ def test_a_remote_tier_that_is_away(model, tmp_path, monkeypatch):
             lost(chat, "remote_away", "remote")
 
 
-def test_loads_that_fail(model, tmp_path):
+@pytest.mark.parametrize("num_blocks", [None, 2], ids=["whole", "the rest was evicted"])
+def test_loads_that_fail(model, tmp_path, num_blocks):
+    """The first one that it computes is told."""
     with open_engine(model, tmp_path / "store") as engine:
         chat = begun(engine)
+        settle(engine)
+        engine.client.call(EvictBlocks(Evict(block_ids=frozenset(chat.window.chain[num_blocks or 99 :]))))
         evict_hbm(engine)
 
         def fail(layer, tear):

@@ -3,12 +3,15 @@
 Small random models in float32, real stores, greedy answers.
 """
 
+from contextlib import nullcontext
+
 import pytest
 
 from kvstore.errors import RequestError, StoreError
 from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import crawling, held
 from tests.support.conversations import PARAMS, failing_to_store, fill_over, num_stored, talk
-from tests.support.engines import cached, counters, evict_hbm, greedy, open_engine, save_model, settle
+from tests.support.engines import ask, cached, counters, evict_hbm, greedy, open_engine, save_model, settle
 
 MODEL = {"tokenizer": True}
 
@@ -159,3 +162,31 @@ def test_truncation_changes_only_when_it_is_given(engine):
     assert engine.chat("one") is chat and (chat.truncation, chat.truncation_reuse) == ("disabled", "exact")
     with pytest.raises(RequestError, match="truncation is ''"):
         engine.chat("one", truncation="")
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["computed twice", "computed once"])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "broken off, too"])
+def test_a_turn_that_is_broken_off_leaves_a_running_one_what_they_have_in_common(opened, at_once, is_kept):
+    """If nobody has that in the end, it goes with the session whose turn has computed it."""
+    engine, said = opened(), [{"role": "user", "content": "Tell me all about the harbour in winter. " * 3}]
+    chat, client = engine.chat("kept", system="Be brief."), engine.client
+    talk(chat, 1)
+    first, second = forks = [chat.fork("first"), chat.fork("second")]
+    holds = [engine.chats.claims.hold(fork.key) for fork in forks]
+    with crawling(engine):
+        with held(engine) if at_once else nullcontext():
+            streams = [client.stream(first.begin(holds[0], said, greedy(100)).handle)]
+            streams += [client.stream(second.begin(holds[1], said, PARAMS).handle)] if at_once else []
+        next(streams[0])
+        streams += [] if at_once else [client.stream(second.begin(holds[1], said, PARAMS).handle)]
+        next(streams[1])
+        first.end(holds[0], keep=False)
+    assert len(list(streams[1])) == PARAMS.max_tokens - 1 and (second.end(holds[1], is_kept) is not None) == is_kept
+    for hold in holds:
+        engine.chats.claims.release(hold)
+    num_known = len(second.token_ids)
+    if is_kept:
+        assert second.send("Go on", PARAMS).usage.cached_tokens == (num_known - 1) // 16 * 16
+    else:
+        engine.admin.delete_session("first")
+        assert ask(engine, holds[1].turn.handle.output.prompt_token_ids).usage.cached_tokens <= num_known

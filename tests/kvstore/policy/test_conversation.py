@@ -84,6 +84,15 @@ def test_a_preempted_request_that_goes_on_is_no_return(known, heard):
     assert heard.calls == [("rested", 1, 1), ("forgotten", 1)]
 
 
+@pytest.mark.parametrize("answer", [[], ["c"]])
+def test_another_answer_to_the_prompt_of_a_request_that_was_preempted_is_its_conversations(known, answer):
+    conversation = known.arrive(["a", "b"], 0)
+    known.end_request(conversation, ["a", "b", *answer], 1)
+    known.arrive(["a", "b", *answer], 1, conversation)
+    known.end_request(conversation, ["a", "b", "c", "d"], 2)
+    assert known.conversation_of(["a", "b", "x"]) is known.conversation_of(["a", "b", "c", "d", "e"]) is conversation
+
+
 def test_every_use_is_newer_than_all_before(known):
     first, second = known.arrive(["a"], 0), known.arrive(["b"], 0)
     assert first.use < second.use
