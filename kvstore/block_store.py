@@ -6,9 +6,10 @@ The seam to other engines, as `connector` is the one to ours. Puts the parts tog
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, cast
 
 from kvstore.admin.commands import EvictRequest, read_arguments
 from kvstore.admin.control import ControlServer
+from kvstore.blocks.ids import BlockId
 from kvstore.blocks.keys import MAX_KEY_BYTES, MAX_POSITION, Namespace
 from kvstore.blocks.records import Finished
 from kvstore.config import format_size, one_of, parse_size
@@ -24,11 +26,16 @@ from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.records import label
 from kvstore.errors import ConfigError, StoreError
 from kvstore.forks import leave_to_parent
-from kvstore.policy.policies import POLICIES
+from kvstore.policy.planner import Planner
+from kvstore.policy.policies import POLICIES, Steering
+from kvstore.stats import StoreStats
+from kvstore.store.history import Learned
 from kvstore.store.host_blocks import HostBlocks
-from kvstore.store.parts import DiskParts, open_host_parts
+from kvstore.store.parts import DiskParts, StoreProgress
+from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
 
 LEAST_CAPACITY_BYTES = 4 << 20  # below it LMDB has no room to move
+USUAL_BLOCK_BYTES = 128 << 10  # to size what a disk remembers of conversations; its blocks may have any size
 LARGEST_BLOCK = 8  # of the capacity; larger ones would leave too little for others
 
 
@@ -283,3 +290,22 @@ def _close(control: ControlServer, parts: DiskParts[HostBlocks]) -> None:
         control.close()
         parts.drain()
         parts.close()
+
+
+def open_host_parts(
+    opening: OpeningDisk, capacity_bytes: int, policy: str, name: str, roots: Container[BlockId] | None,
+    tenant_bytes: int | None = None,
+) -> DiskParts[HostBlocks]:  # fmt: skip
+    """opening: is closed with the parts; not if this raises. name: under which the rates of its reads are remembered.
+    roots, tenant_bytes: see `HostBlocks`.
+    """
+    clock, stats, progress = time.time, StoreStats(), StoreProgress()
+    learned = Learned(opening.directory.path, name, stats)
+    steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
+    stats.policy_file_errors += steering.state_was_bad
+    planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
+    learned.restore(planner)
+    disk = opening.join()
+    io = TierWorker("disk", disk.tier, progress.wake, WorkerLimits(batch_bytes=min(BATCH_BYTES, capacity_bytes // 32)))
+    store = HostBlocks(disk, io, steering, planner, stats, clock, roots, tenant_bytes)
+    return DiskParts(opening.directory, threading.RLock(), progress, store, io, learned)

@@ -22,6 +22,7 @@ from functools import partial
 from itertools import pairwise
 
 from kvstore.admin.private_folder import PrivateFolder
+from kvstore.block_store import open_host_parts
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.blocks.records import ReadResult
 from kvstore.config import CacheTiers
@@ -30,7 +31,6 @@ from kvstore.disk.opening import OpeningDisk
 from kvstore.errors import StoreError
 from kvstore.remote.resp_replies import Replies
 from kvstore.remote.unix_server import UnixServer
-from kvstore.store.parts import open_host_parts
 from kvstore.tiers.port import FULL
 
 LARGEST_BLOCK = 4  # of the capacity

@@ -81,10 +81,6 @@ class Rotation:
     layout: TableLayout = TableLayout.HALVES  # of the model's own cos and sin
     spread: Spread | None = None  # of a step's tokens on a CPU, see `spread_out`
 
-    def over(self, cos: Tensor, sin: Tensor) -> "Rotation":
-        """The same rotation with the model's full table, [max_positions, width] as its rotary module returns it."""
-        return replace(self, cos=self.layout.pick(cos), sin=self.layout.pick(sin))
-
     def at(self, positions: Tensor) -> "Rotation":
         """The same rotation for the tokens of one step: rows of the table at `positions` [num_tokens]."""
         return replace(self, cos=self.cos[positions], sin=self.sin[positions], spread=None)

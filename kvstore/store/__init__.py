@@ -4,8 +4,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
 - `context`: what the parts of a store share, and all blocks of its engine
-- `control_plane`: requests, steps and splices of a store, and their ends; what a request may load when it is
-  scheduled
+- `control_plane`: requests, steps and splices of a store, and their ends
 - `deletion`: by request, with all that was computed after it; eviction by hand
 - `history`: what a store remembers of its own traffic, and what was learned, kept between starts
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`): what it
@@ -13,8 +12,8 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `host_conversations`: whose blocks such a host writes and asks for
 - `old_states`: which states of a chain go when a turn has left new ones, and when
 - `parts`: the parts of a store, and the order in which they end; waiting for what worker threads do; the thread that
-  polls while nobody steps; eviction by hand, checks, compaction; those of a disk alone, put together
-- `prefetch`: whose blocks are read next
+  polls while nobody steps; eviction by hand, checks, compaction
+- `prefetch`: whose blocks are read next, and what a request may load when it is scheduled
 - `quantised`: which quantised copies a chain can begin with
 - `remote`: a believed tier, as the store sees it: questions, what is read from it, prompts that another server computes
 - `remote_stores`: what goes there

@@ -111,9 +111,8 @@ def open_tiered(
             remote = remote_source(tiers, owner, fleet, name, layout, progress.wake, disk)
         store = KVStore(context, planner, identity, io, transfer, arena.splice, write_back, remote)
         parts = StoreParts(
-            directory, threading.RLock(), progress, store, store.deletion, disk, io, learned, secret, cpu, arena,
-            transfer, holdings,
-        )  # fmt: skip
+            directory, threading.RLock(), progress, store, io, learned, secret, cpu, arena, transfer, holdings
+        )
         connector = TieredConnector(parts, name)
         opened.pop_all()
     return connector

@@ -1,7 +1,6 @@
 """KVStore: what is in the CPU tier and on disk, and everything in flight between them.
 
-The control plane of the tiers: requests, steps, splices, evictions; and what a request may load when it is scheduled,
-what is worth waiting for, what it computes instead. One thread at a time; worker threads are polled.
+The control plane of the tiers: requests, steps, splices, evictions. One thread at a time; worker threads are polled.
 Knows arena blocks and ids, but no tensors.
 """
 
@@ -9,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvstore.blocks.ids import BlockId, Lineage, quantised_id, state_chain
 from kvstore.blocks.records import BlockRecord, Loss, SplicedState, TransferPlan, Transferred
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.planner import LoadChoice, Planner, Way
+from kvstore.policy.planner import Planner
 from kvstore.remote.spread import Believed, BelievedContents
 from kvstore.store.context import Identity, Stage, StoreContext
 from kvstore.store.deletion import Deletion
@@ -22,7 +21,7 @@ from kvstore.store.old_states import OldStates
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.quantised import IsHeld, find_copies
 from kvstore.store.remote import RemoteBlocks, RemoteSource
-from kvstore.store.requests import Requests, Tracked, Wanted
+from kvstore.store.requests import Requests, Tracked
 from kvstore.store.saving import StepsInFlight
 from kvstore.store.seam import Lookup, Match, StepSpan, Transfers
 from kvstore.store.splicing import Piece, Splicer, plan_chain
@@ -31,137 +30,7 @@ from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import Done, ReadDone, TaskDone, WriteDone
 from kvstore.tiers.worker import TierWorker
 
-TRIED_BLOCKS = 16  # are read although computing is better: the disk may have become faster
-TRIED_SHARE = 4  # at most one second in this many is spent on such reads
-_MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
 HINT_S = 30.0  # how long blocks that were read on a hint are preferred to others
-
-
-def choose(request: Tracked, planner: Planner, reads: TierReads | None) -> LoadChoice:
-    """How a request should get what it wants. reads: None without a tier below the CPU tier."""
-    if request.is_spliced or reads is None:  # without a disk, only splices or saves are on their way
-        return LoadChoice(Way.LOAD)
-    wanted, front = request.wanted, request.wanted.front
-    num_ahead = reads.num_before(request.rank, reads.exact)
-    unread, num_state = wanted.back - front, request.num_blocks_of_states
-    slow = 0, 0
-    if reads.believed is not None:
-        num_remote = sum(request.tier_at_arrival(index) == reads.believed for index in range(front, wanted.back))
-        slow = num_remote, reads.num_before(request.rank, reads.believed)
-    return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, *slow, num_state)
-
-
-@dataclass(eq=False)
-class Matcher:
-    """Answers the scheduler, one request at a time.
-
-    may_try: blocks that nobody waits for stay in memory, so a slow disk may be tried.
-    """
-
-    _requests: Requests
-    _prefetcher: Prefetcher
-    _planner: Planner
-    _reads: TierReads | None
-    _clock: Callable[[], float]
-    _may_try: bool
-    _try_at: float = 0.0
-
-    def match(self, request: Tracked, first: int, end: int) -> Match:
-        """Which of blocks [first, end) can be loaded. Called when a request is to be scheduled, or has computed this
-        far.
-        """
-        if not request.may_load:
-            return _MISS
-        if request.is_waiting(self._clock()):
-            return _PENDING
-        if self._requests.keeps_states:
-            if request.restored is not None and first >= request.border:  # HBM has got more than that meanwhile
-                self._requests.let_go(request)
-            if first != request.num_hbm_blocks and not request.wanted.is_begun:
-                self._requests.find_state(request, first)
-            if request.is_computed or request.restored is None:
-                return _MISS
-            end = len(request.restored.chain)
-        is_new, wanted = self._requests.ask(request, first, end), request.wanted
-        if wanted.is_ready():
-            return self._load(request, first)
-        choice = choose(request, self._planner, self._reads)
-        if choice.way is Way.COMPUTE:
-            self._try_disk(request)
-            if request.restored is not None:
-                return self._compute(request)
-            self._requests.cut(request, wanted.front)
-            return self._load(request, first)
-        short = self._prefetcher.read(request, choice.num_blocks)
-        if short is not None and not self._prefetcher.may_wait(request):
-            request.lacks_room = True
-            if request.restored is not None:
-                return self._compute(request)
-            self._requests.cut(request, short)
-        self._requests.advance(request, first)
-        if wanted.is_ready():
-            return self._load(request, first)
-        if choice.way is Way.LOAD and is_new and request.is_exact:
-            choice = self._planner.measure(wanted.back - wanted.front) or choice
-        return _PENDING if choice.way is Way.LOAD else self._load_and_compute(request, first, choice)
-
-    def _compute(self, request: Tracked) -> Match:
-        """Compute all that is stored for it, as that has a state, which is loaded as a whole."""
-        self._requests.let_go(request)
-        request.is_computed = True
-        return _MISS
-
-    def _load(self, request: Tracked, first: int) -> Match:
-        """Load everything that it wants: all of that has landed. Where a part of its state was lost, begin with an
-        earlier one.
-        """
-        end = request.wanted.end
-        if request.restored is not None:
-            if end < len(request.restored.chain):
-                request.most_loaded = request.border - 1  # a medium that fails has it for ever
-                self._requests.let_go(request)
-                self._requests.find_state(request, first)
-                return self.match(request, first, end)
-            end = request.border
-        num_tokens = (end - first) * self._requests.block_size
-        self._requests.join(request)
-        if num_tokens and (request.is_spliced or self._planner.should_load(num_tokens, request.num_blocks_of_states)):
-            return Match(Lookup.HIT, num_tokens)
-        if request.restored is not None:
-            return self._compute(request)
-        self._requests.cut(request, first)  # the answer must be the same if it asks again
-        return _MISS
-
-    def _load_and_compute(self, request: Tracked, first: int, choice: LoadChoice) -> Match:
-        """Load what is there, compute the next blocks, and ask again."""
-        wanted, size = request.wanted, self._requests.block_size
-        num_ready = wanted.front - first
-        if num_ready and not self._planner.should_load(num_ready * size):
-            self._requests.cut(request, first)
-            return self._load(request, first)
-        num_next = min(choice.num_next, wanted.back - wanted.front)
-        if not num_next:
-            return self._load(request, first)
-        self._requests.split(request)
-        return Match(Lookup.HIT if num_ready else Lookup.MISS, num_ready * size, num_next * size)
-
-    def _try_disk(self, request: Tracked) -> None:
-        """Read the last of these blocks although nobody waits for them: without measurements, nothing would ever be
-        read again.
-        """
-        now_s = self._clock()
-        if now_s < self._try_at or not self._may_try:
-            return
-        block_s = self._planner.read_s
-        believed = None if self._reads is None else self._reads.believed
-        if believed and request.wanted.back and request.tier_at_arrival(request.wanted.back - 1) == believed:
-            block_s = self._planner.remote_s
-        self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * block_s
-        wanted = request.wanted
-        own = request.chain, request.tokens, request.lineage, request.tenant
-        tail = Tracked(*own, restored=request.restored, wanted=Wanted(is_asked=True))
-        self._requests.hold(tail, max(wanted.front, wanted.back - TRIED_BLOCKS), wanted.back)
-        self._prefetcher.read_as_hint(tail)
 
 
 class KVStore:
@@ -176,7 +45,8 @@ class KVStore:
         disk: WriteBack | None,
         remote: RemoteSource | None = None,
     ) -> None:  # fmt: skip
-        self.cpu, self.steering, self.stats = cpu, steering, stats = context.cpu, context.steering, context.stats
+        self.cpu, self.stats = cpu, stats = context.cpu, context.stats
+        self.steering = context.steering
         self.remote: RemoteBlocks | None = None
         self.disk, self.planner = disk, planner
         self._io, self._transfers, self._clock = io, transfers, context.clock
@@ -189,15 +59,11 @@ class KVStore:
         self.stored = StoredBlocks(context, contents, reads, identity, believed)
         self.requests = Requests(cpu, self.stored, reads, stats)
         num_disk_blocks = 0 if disk is None else disk.file.capacity_bytes // planner.block_bytes
-        self.prefetcher = Prefetcher(
-            cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
-            reads is not None,
-        )  # fmt: skip
+        self.prefetcher = Prefetcher(context, self.requests, planner, reads, num_disk_blocks)
         if remote is not None and believed is not None and reads is not None:
             self.remote = RemoteBlocks(
                 context, planner, remote, believed, disk, self.stored, reads, self.prefetcher.answered
             )
-        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, context.clock, cpu.keep)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.requests, self.stored, stats, disk is not None, self._landed)
@@ -225,7 +91,7 @@ class KVStore:
         usable = begin = self.steps.num_usable(request, first) if is_new else first
         if usable < first and self.requests.keeps_states:
             begin = 0  # it begins where a state is stored, which may be before
-        found = self._matcher.match(request, begin, first + max_tokens // size)
+        found = self.prefetcher.match(request, begin, first + max_tokens // size)
         self.planner.num_prompts += is_new and found.lookup is not Lookup.PENDING  # until the step is planned
         found = request.with_late_tiers(found)
         num_unsaved = first - (begin if found.num_tokens else usable)

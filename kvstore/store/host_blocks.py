@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.blocks.ids import BlockId, with_quantised
-from kvstore.blocks.records import BlockRecord, Evict, Evicted, Expected, Finished, ReadResult
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import BlockRecord, Evict, Expected, Finished, ReadResult
 from kvstore.disk.format import WriteError
 from kvstore.disk.opening import OpenDisk
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.context import Stage, StoreContext
+from kvstore.store.context import Identity, Stage, StoreContext
+from kvstore.store.deletion import Deletion
 from kvstore.store.host_conversations import HostConversations
+from kvstore.store.stored import StoredBlocks
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.port import AS_HINT, ReadDone, ReadJob, TaskDone, WriteDone
 from kvstore.tiers.queues import Task
@@ -67,6 +69,8 @@ class HostBlocks:
         self._num_lent_bytes = 0
         context = StoreContext(self._cpu, lambda arena_block: self._lent[arena_block].view, steering, stats, clock)
         self.disk = WriteBack(context, on_disk, io, tenant_bytes)
+        stored = StoredBlocks(context, self.disk.contents, None, Identity(b"", "", block_size=1))
+        self.deletion = Deletion(context, self.disk, 0, stored, lambda: ())
         self.conversations = HostConversations(steering, self.disk.contents, clock)
         self._num_tickets = self._num_reading = self._num_prefetching = 0
         self._since: dict[int, float] = {}  # when each ticket was given that has not ended
@@ -241,40 +245,10 @@ class HostBlocks:
                 self._lent[arena_block].is_forgotten = True
                 self._cpu.forget(block_id)
         doomed, _ = self.disk.select(Evict(block_ids=named))
-        self._delete(doomed)
+        self.disk.delete(doomed)
+        self.steering.forget(doomed)
+        self.stats.forgotten += len(doomed)
         return len(doomed)
-
-    def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
-        """Delete these blocks with all that builds on them. Returns all of them; see `is_forgotten`."""
-        doomed = self.disk.with_descendants(with_quantised(block_ids))
-        self._delete(doomed)
-        self.stats.losses.note("deleted", None, *doomed)
-        return set(doomed)
-
-    def _delete(self, block_ids: Sequence[BlockId]) -> None:
-        self.disk.delete(block_ids)
-        self.steering.forget(block_ids)
-        self.stats.forgotten += len(block_ids)
-
-    def is_forgotten(self, block_ids: Collection[BlockId]) -> bool:
-        """Whether these, deleted before, are gone from the disk."""
-        return not self.disk.contents.removing.has_some(block_ids)
-
-    def cannot_forget(self, block_ids: set[BlockId]) -> bool:
-        """Whether the disk cannot delete these at the moment. It tries again later."""
-        return self.disk.cannot_delete(block_ids)
-
-    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        """Evict matching blocks, those that wait to be written too; with dry_run only count those on disk. Also returns
-        their ids.
-        """
-        on_disk, amount = self.disk.select(what)
-        # What waits to be written must not lose its parent.
-        chosen = self.disk.with_descendants([*on_disk, *self._cpu.select(what, 0)])
-        if not what.dry_run:
-            self.disk.delete(chosen)
-            self.stats.losses.note("evicted", "disk", *chosen, why="by hand")
-        return {"disk": amount}, frozenset(chosen)
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def finish(self) -> None:

@@ -1,5 +1,5 @@
 """The parts of a store with tiers: what wakes those who wait for its worker threads, the thread that polls it while
-nobody steps, what an operator asks of it, and the order in which the parts end. Puts together those of a disk alone.
+nobody steps, what an operator asks of it, and the order in which the parts end.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,21 +16,16 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.disk import env as disk_env
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.opening import OpeningDisk
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
-from kvstore.policy.planner import Planner
-from kvstore.policy.policies import Steering
-from kvstore.stats import StoreStats
 from kvstore.store.context import Stage
-from kvstore.store.deletion import Deletion
 from kvstore.store.history import Learned
-from kvstore.store.host_blocks import HostBlocks
-from kvstore.tiers.worker import BATCH_BYTES, TierWorker, WorkerLimits
+from kvstore.tiers.worker import TierWorker
 
 if TYPE_CHECKING:
     from kvstore.store.control_plane import KVStore
+    from kvstore.store.host_blocks import HostBlocks
 
 DRAIN_S = 5.0  # how long to wait for work in flight when the store is closed
 REST_S = 0.05  # between two rounds; a step that runs meanwhile collects by itself
@@ -38,7 +33,6 @@ ROUND_S = 0.25  # the longest pause between rounds, for writes that are to be tr
 TOUCHED_S = 2.0  # how often times of last use are handed to the writer
 LOOK_S = 0.5  # how often the store's files are looked for
 LEARNED_S = 60.0  # how often what was learned is written
-USUAL_BLOCK_BYTES = 128 << 10  # to size what a host's disk remembers of conversations; its blocks may have any size
 S = TypeVar("S", bound="KVStore | HostBlocks")
 
 
@@ -94,22 +88,24 @@ class Fence:
 
 @dataclass(eq=False)
 class DiskParts(Generic[S]):
-    """See `kvstore.store.seam.Upkeep`. lock: the control plane's; callers of `store` hold it. deletion: what evicts and
-    deletes by hand. disk, directory: None without a disk.
+    """See `kvstore.store.seam.Upkeep`. lock: the control plane's; callers of `store` hold it. directory: None without a
+    disk.
     """
 
     directory: StoreDirectory | None
     lock: AbstractContextManager[Any]
     progress: StoreProgress
     store: S
-    deletion: Deletion | HostBlocks
-    disk: DiskTier | None
     io: TierWorker
     learned: Learned
 
     def __post_init__(self) -> None:
         self.housekeeping: threading.Thread | None = None
         leave_to_parent(self, "the store")
+
+    @property
+    def disk(self) -> DiskTier | None:
+        return None if self.store.disk is None else self.store.disk.tier
 
     @property
     def degraded(self) -> str | None:
@@ -143,10 +139,10 @@ class DiskParts(Generic[S]):
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         with self.lock:
             self.store.poll()
-            return self.deletion.evict(what)
+            return self.store.deletion.evict(what)
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
-        deletion = self.deletion
+        deletion = self.store.deletion
         with self.lock:
             found = deletion.forget(block_ids)
         self.wait_until(lambda: deletion.is_forgotten(found) or deletion.cannot_forget(found), timeout_s)
@@ -169,23 +165,22 @@ class DiskParts(Generic[S]):
             self.disk.sync()
 
     def verify(self, delete: bool = False) -> dict[str, object]:
-        if self.disk is None or self.store.disk is None:
+        if (disk := self.store.disk) is None:
             return {}
-        report = self.disk.verify()
-        if delete and report.bad_ids:
+        report = disk.tier.verify()
+        if delete:
             with self.lock:
-                for block_id in report.bad_ids:
-                    self.store.disk.delete_tree(block_id)
+                report.num_deleted = len({lost for bad in report.bad_ids for lost in disk.delete_tree(bad)})
         return report.as_dict()
 
     def compact(self, codec: str | None = None) -> dict[str, object]:
-        if self.disk is None or self.store.disk is None:
+        if (disk := self.store.disk) is None:
             return {}
-        report = self.disk.compact(codec)
-        for entries in self.disk.scan() if codec is not None else ():
+        report = disk.tier.compact(codec)
+        for entries in disk.tier.scan() if codec is not None else ():
             with self.lock:
                 for entry in entries:
-                    self.store.disk.contents.index.resize(entry.block_id, entry.stored_bytes)
+                    disk.contents.index.resize(entry.block_id, entry.stored_bytes)
         return report.as_dict()
 
     def check_integrity(self, idle: bool) -> None:
@@ -228,10 +223,10 @@ class DiskParts(Generic[S]):
         """Check that whoever opens the store next will find what is written."""
         if self.directory is None:
             return
-        if self.disk is not None:
-            self.disk.file.look()
-        if self.store.disk is not None and (loss := self.directory.loss()) is not None:
-            self.store.disk.health.error = loss
+        if (disk := self.store.disk) is not None:
+            disk.file.look()
+            if (loss := self.directory.loss()) is not None:
+                disk.health.error = loss
         disk_env.tell_losses(self.directory.path)
 
     def write_learned(self) -> None:
@@ -256,22 +251,3 @@ class DiskParts(Generic[S]):
             self.disk.close()
         if self.directory is not None and ended:  # else a write is stuck, and nobody may open the file until it ends
             self.directory.close()
-
-
-def open_host_parts(
-    opening: OpeningDisk, capacity_bytes: int, policy: str, name: str, roots: Container[BlockId] | None,
-    tenant_bytes: int | None = None,
-) -> DiskParts[HostBlocks]:  # fmt: skip
-    """opening: is closed with the parts; not if this raises. name: under which the rates of its reads are remembered.
-    roots, tenant_bytes: see `HostBlocks`.
-    """
-    clock, stats, progress = time.time, StoreStats(), StoreProgress()
-    learned = Learned(opening.directory.path, name, stats)
-    steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
-    stats.policy_file_errors += steering.state_was_bad
-    planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
-    learned.restore(planner)
-    disk = opening.join()
-    io = TierWorker("disk", disk.tier, progress.wake, WorkerLimits(batch_bytes=min(BATCH_BYTES, capacity_bytes // 32)))
-    store = HostBlocks(disk, io, steering, planner, stats, clock, roots, tenant_bytes)
-    return DiskParts(opening.directory, threading.RLock(), progress, store, store, disk.tier, io, learned)

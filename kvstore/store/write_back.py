@@ -38,7 +38,7 @@ GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
 
 
 class WriteBack:
-    """tier: the disk's. tenant_bytes: how much one tenant's blocks may take. health: of writes; a damaged file is put
+    """io: the disk's. tenant_bytes: how much one tenant's blocks may take. health: of writes; a damaged file is put
     aside before it is written to again. queued: what the writer has, in bytes of the file. before_splice: by the first
     block of a splice, which names another parent, the block in front of it.
 
@@ -46,15 +46,15 @@ class WriteBack:
     """
 
     def __init__(
-        self, context: StoreContext, on_disk: OpenDisk, tier: TierWorker, tenant_bytes: int | None = None,
+        self, context: StoreContext, on_disk: OpenDisk, io: TierWorker, tenant_bytes: int | None = None,
         holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
-        self._disk = disk = on_disk.tier
+        self.tier = disk = on_disk.tier
         self.file = disk.file
         self._cpu, self._stats, self._clock = context.cpu, context.stats, context.clock
-        self._tier, self._view, self._tenant_bytes = tier, context.view, tenant_bytes
-        self.contents = DiskContents(disk, on_disk.index, Deletions(tier), context.steering, context.clock, holdings)
-        self.health = tier.health
+        self._io, self._view, self._tenant_bytes = io, context.view, tenant_bytes
+        self.contents = DiskContents(disk, on_disk.index, Deletions(io), context.steering, context.clock, holdings)
+        self.health = io.health
         self.dirty: deque[int] = deque()
         self.submitted: dict[int, BlockId] = {}  # by arena block: what the writer has
         self._num_submitted = InFlight[BlockId]()
@@ -119,7 +119,7 @@ class WriteBack:
 
     def pump(self) -> None:
         """Hand dirty arena blocks to the writer, within its bounds, and make room for them. Called once per poll."""
-        if self.health.is_paused or (self._disk.file.broken and not self._quarantine()):
+        if self.health.is_paused or (self.tier.file.broken and not self._quarantine()):
             return
         if self.contents.removing.pump():
             return  # they go alone, as they make room
@@ -156,7 +156,7 @@ class WriteBack:
         self.submitted[self.dirty.popleft()] = record.block_id
         self._num_submitted[record.block_id] += 1
         view = self._view(arena_block)
-        self._tier.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
+        self._io.submit_writes([WriteJob(arena_block, record, view.nbytes, lambda: view)])
         return True
 
     def _as_written(self, own: BlockRecord) -> BlockRecord:
@@ -233,7 +233,7 @@ class WriteBack:
             record, arena_block = job.record, job.handle
             is_doubtful = arena_block in self._unsure
             self._unsure.discard(arena_block)
-            if is_doubtful and not self._disk.contains(record.block_id):
+            if is_doubtful and not self.tier.contains(record.block_id):
                 self.dirty.append(arena_block)
                 continue
             self._stats.written += 1
@@ -285,26 +285,27 @@ class WriteBack:
 
     def delete_tree(
         self, block_id: BlockId, gone: Sequence[BlockId] = (), result: ReadResult = ReadResult.CORRUPT
-    ) -> None:
-        """Delete a lost block and all that was computed after it, as nobody could use that.
+    ) -> list[BlockId]:
+        """Delete a lost block and all that was computed after it, as nobody could use that. Returns all of them.
 
         gone: what the CPU tier had below it until now. result: of the read that found out.
         """
         lost = self.with_descendants([block_id, *gone])
         self._stats.losses.note(result.lost_by, "disk", *lost, why=result.value)
         self.delete(lost)
+        return lost
 
     def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
         """Evict, in order, until this much more may be written. Returns False if that must wait.
 
         num_queued_bytes: how much of it the writer already has.
         """
-        excess = self._disk.file.excess_bytes(incoming_bytes) - self.contents.removing.num_bytes
+        excess = self.tier.file.excess_bytes(incoming_bytes) - self.contents.removing.num_bytes
         if excess <= 0:
             return True
         has_evicted = self.evict(excess)
         # Their pages become usable after the next transactions. Half of the space above the watermark bridges that.
-        slack = (1 - WATERMARK) * self._disk.file.capacity_bytes / 2
+        slack = (1 - WATERMARK) * self.tier.file.capacity_bytes / 2
         return has_evicted and (excess <= slack or not num_queued_bytes)
 
     def evict(self, num_bytes: int) -> bool:
@@ -347,7 +348,7 @@ class WriteBack:
         Returns False if the file system does not allow it. It is tried again later; until then, nothing is on disk.
         """
         try:
-            self._disk.file.quarantine()
+            self.tier.file.quarantine()
         except (StoreError, OSError) as error:
             self.health.failed(str(error))
             return False
@@ -370,18 +371,18 @@ class WriteBack:
     # -- looking after -----------------------------------------------------------------------------------------------
     def cannot_delete(self, block_ids: set[BlockId]) -> bool:
         """Whether the deletion of some of these has failed, and will not be tried again soon."""
-        has_failed = self._disk.file.broken or self.contents.removing.have_failed(block_ids)
+        has_failed = self.tier.file.broken or self.contents.removing.have_failed(block_ids)
         return self.health.error is not None and has_failed
 
     @property
     def is_drained(self) -> bool:
         """Whether nothing is dirty, or on its way to or from the disk."""
-        return not self.contents.removing.sizes and not self.dirty and self._tier.is_idle
+        return not self.contents.removing.sizes and not self.dirty and self._io.is_idle
 
     def persist_touched(self) -> None:
         """Send times of last use along with the next transaction."""
         if touched := self.contents.take_touched():
-            self._tier.submit_touched(touched)
+            self._io.submit_touched(touched)
 
     def finish(self) -> None:
         """Prepare for closing: hand over what was waiting for a better moment."""
@@ -390,7 +391,7 @@ class WriteBack:
 
     def stats(self) -> dict[str, object]:
         return {
-            **self._disk.stats(),
+            **self.tier.stats(),
             "blocks": len(self.contents.index),
             "dirty_blocks": len(self.dirty),
             "queued_write_bytes": self.queued.total,

@@ -61,7 +61,7 @@ def is_sound(report: Mapping[str, Any]) -> bool:
 
 def show_verified(delete: bool, report: Mapping[str, Any], out: Console) -> None:
     if "num_ok" in report:
-        num_bad = len(report.get("bad_ids") or ())
+        num_bad = report.get("num_corrupt", 0) + report.get("num_orphans", 0)  # `bad_ids` are the first of them
         out.print(f"blocks: {report['num_ok']:,} sound, {num_bad:,} damaged")
     for place in report.get("set_aside") or ():
         out.print(f"a file was damaged as a whole and was moved to {place}, and an empty one took its place")
@@ -69,7 +69,7 @@ def show_verified(delete: bool, report: Mapping[str, Any], out: Console) -> None
         out.print("the check of the blocks had to stop: their file is damaged")
     if report.get("bad_ids"):
         if delete:
-            num_gone = report.get("num_deleted") or len(report["bad_ids"])
+            num_gone = report["num_deleted"]
             out.print(f"deleted {counted(num_gone, 'block')}: what was damaged, and what was computed after it")
         else:
             out.print("they are never served, and computed again when they are needed; --delete takes them out")

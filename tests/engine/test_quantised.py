@@ -177,7 +177,7 @@ def test_a_chain_that_began_exactly_stays_exact_when_its_writes_fail(again):
         if num_begun <= 3:
             raise OSError("the disk fails for now")
 
-    waiting = engine.connector.parts.store.disk._tier._pending
+    waiting = engine.connector.parts.store.disk._io._pending
     with constants(waiting, _batch_bytes=1), transactions_that(three_fail):  # a block each: they come back one by one
         ask(engine, PROMPT + tokens(8, 100))
         settle(engine)

@@ -67,7 +67,7 @@ def test_the_models_rotation_is_found(style, upcast, layout):
 
     found = match_rotation(x, rotated, spread(cos), spread(sin))
     assert (found.style, found.upcast, found.layout) == (style, upcast, layout)
-    assert torch.equal(found.over(spread(cos), spread(sin)).cos, cos)
+    assert torch.equal(found.layout.pick(spread(cos)), cos)
 
 
 def test_an_unknown_rotation_is_not_found():

@@ -166,7 +166,7 @@ def check_closed(sim: Simulation) -> None:
     """Invariant 8: what CPU and disk hold together is closed under parents, of which the disk may have copies."""
     disk = sim.store.disk
     if disk is not None:
-        if disk._disk.file.broken:
+        if disk.file.broken:
             return
         disk.contents.index.check_integrity()
     stored = on_disk(sim)
@@ -249,7 +249,7 @@ def check_counters(sim: Simulation) -> None:
 def check_disk(sim: Simulation) -> None:
     """The index is what is on disk, and what the tier counts as written is or was there."""
     disk = sim.store.disk
-    if disk is None or disk.health.error is not None or disk._disk.file.broken:
+    if disk is None or disk.health.error is not None or disk.file.broken:
         return
     values = sim.platter.values
     assert disk.contents.index._entries.keys() == values.keys(), "the index and the disk disagree"
@@ -268,7 +268,7 @@ def check_forgotten(sim: Simulation) -> None:
     if not sim.forgotten:
         return
     disk = sim.store.disk
-    if disk is not None and (disk.health.error is not None or disk._disk.file.broken):
+    if disk is not None and (disk.health.error is not None or disk.file.broken):
         return
     contents = {sim.book.blocks[block_id] for block_id in sim.forgotten}
     contents = {content for content in contents if len(sim.book.names[content]) == 1}

@@ -175,6 +175,15 @@ def test_invariant_7_a_full_file_system_makes_do_then_degrades_and_recovers(nurs
     assert nursery.run("small", model, tmp_path, 4 << 20) == "192 recovered 192"
 
 
+def flip_bits(store: Path) -> None:
+    """In six stored blocks."""
+    data, rng = store / "blocks" / "data.mdb", random.Random(3)
+    content = bytearray(data.read_bytes())
+    for start in rng.sample(value_pages(content), 6):
+        content[start + 600 + rng.randrange(3000)] ^= 1 << rng.randrange(8)
+    data.write_bytes(content)
+
+
 # -- failing and damaged -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["Llama", "Qwen3_5Text"])
 def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_answer(name, saved_model, store):
@@ -186,11 +195,7 @@ def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_a
         for prompt in prompts:
             ask(engine, prompt, 2)
         settle(engine)
-    data, rng = store / "blocks" / "data.mdb", random.Random(3)
-    content = bytearray(data.read_bytes())
-    for start in rng.sample(value_pages(content), 6):
-        content[start + 600 + rng.randrange(3000)] ^= 1 << rng.randrange(8)
-    data.write_bytes(content)
+    flip_bits(store)
     with open_engine(model, store) as engine:
         hits = 0
         for prompt in prompts:
@@ -205,6 +210,22 @@ def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_a
         for prompt in prompts:
             assert sum(cached(ask(engine, [*prompt, 2], 2))) == 96
     plain.engine.close()
+
+
+def test_a_check_says_how_many_blocks_it_took_out(model, store):
+    """With those that were computed after damaged ones."""
+    with open_engine(model, store) as engine:
+        ask(engine, tokens(7, 240), 2)
+        settle(engine)
+        num_stored = engine.admin.verify()["num_ok"]
+    flip_bits(store)
+    with open_engine(model, store) as engine:
+        report = engine.admin.verify(delete=True)
+        num_damaged, num_deleted = report["num_corrupt"], report["num_deleted"]
+        assert num_damaged > 0 and report["num_ok"] == num_stored - num_damaged
+        settle(engine)
+        left = engine.admin.verify()
+        assert left["num_corrupt"] == 0 and left["num_ok"] == num_stored - num_deleted < num_stored - num_damaged
 
 
 def test_a_data_file_of_garbage_is_set_aside_and_sessions_stay(model, store, plain):

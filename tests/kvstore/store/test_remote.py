@@ -12,7 +12,6 @@ from kvstore.policy.planner import Planner
 from kvstore.remote.spread import KNOWN_S, MOST_KNOWN, BelievedContents
 from kvstore.store import remote
 from kvstore.store.context import Identity
-from kvstore.store.control_plane import choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import Questions, RemoteBlocks, RemoteSource
 from kvstore.store.requests import Requests
@@ -46,10 +45,7 @@ class RemoteBench(Bench):
         identity = Identity(b"f" * 32, "model", SIZE)
         self.stored = StoredBlocks(context, None, self.reads, identity, contents)
         self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
-        self.prefetcher = Prefetcher(
-            self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000, lambda one: None,
-            True,
-        )  # fmt: skip
+        self.prefetcher = Prefetcher(context, self.requests, self.planner, self.reads, 1000)
         source = RemoteSource(self.tier, None)
         self.remote = RemoteBlocks(
             context, self.planner, source, contents, None, self.stored, self.reads, self.prefetcher.answered

@@ -239,7 +239,7 @@ def test_everything_goes_through_the_owner(run, owner):
     sessions = [session | {"title": "a\x1b[31m[b]b"}]
     path, process = owner(
         stats={"model": "a/model[bold]"}, evict={"dry_run": True, "tiers": tiers},
-        verify={"num_ok": 3, "bad_ids": ["ab"], "num_corrupt": 1},
+        verify={"num_ok": 3, "bad_ids": ["ab"], "num_corrupt": 1, "num_deleted": 1},
         compact={"before_bytes": 3 << 20, "after_bytes": 1 << 20}, sessions={"sessions": sessions},
         **{"sessions.delete": {"deleted": True, "blocks": 1234}},
     )  # fmt: skip

@@ -8,7 +8,6 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.policies import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.context import Identity, StoreContext
-from kvstore.store.control_plane import Matcher, choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import Match
@@ -60,6 +59,18 @@ class FakeDisk:
         """Nor here."""
 
 
+class SeenSteering(Steering):
+    """refreshed: each conversation, as often as it was refreshed."""
+
+    def __init__(self, num_arena_blocks: int) -> None:
+        super().__init__("lru", lambda: 0.0, {"cpu": num_arena_blocks})
+        self.refreshed: list[Conversation] = []
+
+    def refresh(self, conversation: Conversation) -> None:
+        self.refreshed.append(conversation)
+        super().refresh(conversation)
+
+
 class Bench:
     """A CPU tier and a disk without bytes."""
 
@@ -68,7 +79,7 @@ class Bench:
     ) -> None:
         """load_s, compute_s: of a block, from disk and anew; None: unknown, so everything is loaded."""
         self.stats, self.io = StoreStats(), FakeIo()
-        steering = Steering("lru", lambda: 0.0, {"cpu": num_arena_blocks})
+        steering = SeenSteering(num_arena_blocks)
         self.cpu = CpuTier(num_arena_blocks, erase, order=steering.order("cpu"), clock=lambda: 0.0)
         self.disk = FakeDisk()
         self.context = StoreContext(self.cpu, lambda _: memoryview(b""), steering, self.stats, lambda: 0.0)
@@ -82,12 +93,8 @@ class Bench:
         if load_s is not None:
             self.planner.read(1000, load_s)
             self.planner.loaded(1000, 1e-6)
-        self.refreshed: list[Conversation] = []
-        self.prefetcher = Prefetcher(
-            self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000,
-            self.refreshed.append, True,
-        )  # fmt: skip
-        self.matcher = Matcher(self.requests, self.prefetcher, self.planner, self.reads, lambda: 0.0, True)
+        self.refreshed = steering.refreshed
+        self.prefetcher = Prefetcher(self.context, self.requests, self.planner, self.reads, 1000)
         self.num_made = 0
 
     def request(self, num_blocks: int, sequence: int | None = None, priority: int = 0, stored: bool = True) -> Tracked:
@@ -117,7 +124,7 @@ class Bench:
         return request
 
     def match(self, request: Tracked, first: int = 0) -> Match:
-        return self.matcher.match(request, first, len(request.chain))
+        return self.prefetcher.match(request, first, len(request.chain))
 
     def load(self, request: Tracked, first: int, match: Match) -> None:
         num_blocks = match.num_tokens // SIZE
