@@ -195,7 +195,7 @@ def _read_named(
                 names[:num_full], num_tokens, line.output_length, arrival_s, -1, partial, False, line.calls_tool
             )
         )
-    notes = (f"{num_surplus:,} requests name one block more than their prompt holds; it is ignored",)
+    notes = (f"requests that name one block more than their prompt holds, which is ignored: {num_surplus:,}",)
     return Trace(path.name, size, _in_order(requests), notes if num_surplus else ())
 
 

@@ -265,7 +265,8 @@ def test_a_second_signal_ends_it_at_once(process):
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 
 
-def test_keys_come_and_go_while_streams_run_and_systemd_hears_of_its_begin_and_its_end(tmp_path):
+def test_keys_come_and_go_while_streams_run_and_systemd_hears_of_its_begin_and_its_end(tmp_path, started_anew):
+    """As a user starts it; only its engines' processes load torch."""
     keys, manager = tmp_path / "keys", socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     keys.touch(0o600)
     manager.bind(str(tmp_path / "notify"))
@@ -277,9 +278,10 @@ def test_keys_come_and_go_while_streams_run_and_systemd_hears_of_its_begin_and_i
         wait_until(lambda: told in server.log.read_text(), told)
 
     keys.write_text("anna:key-of-anna\nbert:key-of-bert\n")
-    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
-    with manager, launched(tmp_path / "store", "--api-key-file", str(keys), environment=environment) as server:
+    environment, flags = {"NOTIFY_SOCKET": str(tmp_path / "notify")}, ("--data-parallel-size", "2")
+    with manager, launched(tmp_path / "store", "--api-key-file", str(keys), *flags, environment=environment) as server:
         assert manager.recv(100) == b"READY=1"
+        assert server.with_torch == [False, True, True]
         of_anna, of_bert, of_clara = (replace(server, key=f"key-of-{name}") for name in ("anna", "bert", "clara"))
         answers = [Stream(one, "/chat", {"message": "Count.", **LONG}) for one in (of_anna, of_bert)]
         first = [answer.next() for answer in answers]

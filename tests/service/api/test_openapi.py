@@ -200,7 +200,7 @@ def key_of(case) -> str:
 
 @SCHEMA.parametrize()
 @hypothesis.settings(
-    max_examples=8,
+    max_examples=5,
     derandomize=True,
     deadline=None,
     database=None,

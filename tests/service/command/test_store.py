@@ -332,7 +332,7 @@ def test_tables_tolerate_what_is_missing(capsys):
 
 
 @pytest.mark.parametrize("report", [
-    {"bad_ids": ["x"]},
+    {"bad_ids": ["x"], "num_deleted": 1},
     {"is_complete": False},
     {"set_aside": ["q/blocks"]},
     {"sessions": {"num_sessions": 1, "num_turns": 1, "problems": ["session a is damaged"]}},
