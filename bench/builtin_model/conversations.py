@@ -50,9 +50,10 @@ UNKNOWN = "something I don't know. You haven't told me."
 REPEATED_SHARE = {TRAIN: 0.45, HELD_OUT: 0.85}
 # The share of questions about something that was never told, if a told fact could be asked for.
 UNKNOWN_SHARE = {TRAIN: 0.28, HELD_OUT: 0.4}
-# Of the phrasings of training: composed of parts, short ones, written ones (and of these the kind's own).
-COMPOSED_SHARE, SHORT_SHARE, OWN_SHARE = 0.15, 0.15, 0.55
-VARIED_SHARE = 0.3  # of the phrasings of training that name their subject
+# Of the phrasings of training: composed of parts, short ones, written ones (and of these the kind's own). Fewer short
+# ones (.15) confuse the plain facts that most conversations begin with.
+COMPOSED_SHARE, SHORT_SHARE, OWN_SHARE = 0.1, 0.45, 0.6
+VARIED_SHARE = 0.2  # of the phrasings of training that name their subject
 TAILS = (  # what may follow a fact in training
     " That's it.| I hope you like it.| Isn't that nice?| You know how it is.| I thought you should know.| Okay?|"
     " Thanks.| That is all for now.| Please keep it.| Did you get that?| It is true.| I am serious.|"
@@ -199,12 +200,6 @@ class Maker:
             return text
         return text[0].upper() + text[1:]
 
-    def fill(self, text: str, kind: Kind, value: str, old: str = "") -> str:
-        article = ("an " if value[0] in "aeiou" else "a ") + value
-        for name, content in (("{S}", kind.subject), ("{V}", value), ("{A}", article), ("{O}", old)):
-            text = text.replace(name, content)
-        return text
-
     def remember(self, kind: Kind, value: str, corrected: bool, repeated: bool) -> None:
         self.known[kind.key] = Asked(kind, value, corrected, repeated, self.turn)
         self.done.discard(kind.key)
@@ -217,7 +212,7 @@ class Maker:
         said, answers, told = [], [], []
         for kind in self.rng.sample(untold, count):
             value = make_value(self.rng, kind.value, self.split)
-            text = self.fill(self.telling(kind), kind, value)
+            text = fill_in(self.telling(kind), kind, value)
             said.append(self.led(text, ALL_LEADS, value))
             answers.append(f"{kind.yours} is {value}.")
             told.append((kind.key, value))
@@ -239,13 +234,13 @@ class Maker:
             text = self.learnt(CORRECT_PARTS, CORRECT, WRITTEN["correct"]["tell"], (), ())
         else:
             text = self.phrase(split(CORRECT), split(CORRECT_HELD_OUT), split(CORRECT_BLIND))
-        text = self.fill(text, kind, value, old)
+        text = fill_in(text, kind, value, old)
         self.remember(kind, value, True, repeated)
         answer = f"Thank you for the correction. {kind.yours} is {value}." if repeated else self.rng.choice(CORRECTED)
         return Turn(self.led(text, ALL_LEADS), answer, told=((kind.key, value),))
 
     def question(self, kind: Kind) -> str:
-        text = self.fill(self.asking(kind), kind, "-")
+        text = fill_in(self.asking(kind), kind, "-")
         said = self.led(text, ALL_ASK_LEADS)
         return said + self.rng.choice(ASK_TAILS) if self.split == TRAIN and self.rng.random() < 0.1 else said
 
@@ -280,6 +275,14 @@ class Maker:
         return Turn(said, " ".join(self.answer(one) for one in picked), tuple(picked))
 
 
+def fill_in(text: str, kind: Kind, value: str, old: str = "") -> str:
+    """A phrasing with its subject and its values."""
+    article = ("an " if value[0] in "aeiou" else "a ") + value
+    for name, content in (("{S}", kind.subject), ("{V}", value), ("{A}", article), ("{O}", old)):
+        text = text.replace(name, content)
+    return text
+
+
 def turn_tokens(turn: Turn, count_tokens: Callable[[str], int]) -> int:
     return count_tokens(" " + turn.user) + count_tokens(turn.assistant) + 2 * TOKENS_PER_MESSAGE
 
@@ -305,3 +308,20 @@ def make_conversation(seed: int | str, split: str = TRAIN, *, max_tokens: int = 
         if used > max_tokens:
             return Conversation(system, tuple(turns))
         turns.append(turn)
+
+
+def plain_conversation(seed: int | str) -> Conversation:
+    """Two facts in the plainest words, at the beginning of a conversation, then a question about each.
+
+    Most conversations begin like this. Phrasings are those of training, values are held out.
+    """
+    rng = random.Random(f"plain/{seed}")
+    told, asked = [], []
+    for kind in rng.sample(KINDS, 2):
+        value = make_value(rng, kind.value, HELD_OUT)
+        tell, ask = rng.choice(("{S} is {V}.", *kind.tell[:2])), rng.choice(("what is {S}?", kind.ask[0]))
+        said, question = (text[0].upper() + text[1:] for text in (fill_in(one, kind, value) for one in (tell, ask)))
+        told.append(Turn(said, f"Got it. {kind.yours} is {value}.", told=((kind.key, value),)))
+        fact = Asked(kind, value, False, True, len(told) - 1)
+        asked.append(Turn(question, f"{kind.yours} is {value}.", (fact,)))
+    return Conversation(system_prompt(rng, True), (*told, *asked))

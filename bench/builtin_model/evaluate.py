@@ -2,7 +2,8 @@
 
 Needs only torch and transformers. Every question follows the history of its conversation. The answer is generated
 greedily, and must contain the exact value. The history has the reference answers, or with `--own-history` those of the
-model itself. `--blind` takes the second set of held-out phrasings.
+model itself. `--blind` takes the second set of held-out phrasings; `--plain` two facts in the plainest words instead,
+at the beginning of a conversation, and always the model's own answers.
 """
 
 import argparse
@@ -17,7 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.builtin_model.batches import Encoder
-from bench.builtin_model.conversations import UNKNOWN, Asked, Conversation, make_conversation
+from bench.builtin_model.conversations import (
+    UNKNOWN,
+    Asked,
+    Conversation,
+    make_conversation,
+    plain_conversation,
+)
 from bench.builtin_model.report import Outcome, rows_of, table
 from bench.builtin_model.values import HELD_OUT
 from kvstore.engine.builtin import MODEL_DIR
@@ -168,14 +175,18 @@ def perplexity(model: LlamaForCausalLM, encoder: Encoder, made: list[Conversatio
 
 
 def evaluate(
-    model_dir: Path, num_conversations: int, seed: int, max_tokens: int, own_history: bool, blind: bool = False
+    model_dir: Path, num_conversations: int, seed: int, max_tokens: int, own_history: bool, blind: bool = False,
+    plain: bool = False,
 ) -> dict:
     """Ask all questions of so many held-out conversations. Returns the content for `--json`."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     encoder = Encoder(tokenizer)
-    made = held_out_conversations(encoder, seed, num_conversations, max_tokens, blind)
-    if own_history:
+    if plain:
+        made = [plain_conversation(f"{seed}-{n}") for n in range(num_conversations)]
+    else:
+        made = held_out_conversations(encoder, seed, num_conversations, max_tokens, blind)
+    if own_history or plain:
         outcomes = ask_in_own_history(model, tokenizer, made)
     else:
         outcomes = ask_all(model, tokenizer, [probe for one in made for probe in probes_of(encoder, one)])
@@ -201,14 +212,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--own-history", action="store_true")
     parser.add_argument("--blind", action="store_true", help="phrasings of the second held-out set")
+    parser.add_argument("--plain", action="store_true", help="two facts in the plainest words")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.monotonic()
-    found = evaluate(args.model, args.conversations, args.seed, args.max_tokens, args.own_history, args.blind)
+    found = evaluate(args.model, args.conversations, args.seed, args.max_tokens, args.own_history, args.blind,
+                     args.plain)
     print(found["table"])
     print(f"\nperplexity of the reference answers {found['perplexity']:.3f}; {args.conversations} held-out "
           f"conversations of up to {args.max_tokens} tokens, seed {args.seed}, "
-          f"{'own' if args.own_history else 'reference'} history, {time.monotonic() - started:.0f} s")
+          f"{'own' if args.own_history or args.plain else 'reference'} history, {time.monotonic() - started:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

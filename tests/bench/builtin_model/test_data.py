@@ -17,6 +17,7 @@ from bench.builtin_model.conversations import (
     UNKNOWN,
     Conversation,
     make_conversation,
+    plain_conversation,
 )
 from bench.builtin_model.kinds import ASK, ASK_HELD_OUT, CORRECT, CORRECT_HELD_OUT, KINDS, TELL, TELL_HELD_OUT, split
 from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, WRITTEN, compose, vary, written
@@ -256,3 +257,12 @@ def test_resumed_training_equals_uninterrupted_training(tokenizer, tmp_path: Pat
     for (name, one), (_, other) in zip(whole.model.named_parameters(), second.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert json.loads((tmp_path / "parts" / "checkpoint.json").read_text())["step"] == 2
+
+
+def test_a_plain_conversation_tells_two_facts_in_words_of_training_and_asks_for_them():
+    for seed in range(50):
+        first, second, *asked = plain_conversation(seed).turns
+        for turn, question in zip((first, second), asked, strict=True):
+            ((key, value),), (fact,) = turn.told, question.asked
+            assert (key, value) == (fact.kind.key, fact.value) and value in turn.user and value not in question.user
+            assert question.assistant == f"{fact.kind.yours} is {value}."

@@ -4,11 +4,10 @@ import os
 import shutil
 import signal
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 
-from bench.campaign.servers import value_pages as pages_of_values
+from bench.campaign.servers import value_pages
 from kvstore import AnswerOptions, CacheTiers, Engine, SamplingParams
 from kvstore.admin.commands import EvictRequest
 from kvstore.admin.offline import OfflineStore
@@ -143,7 +142,7 @@ def test_variables_of_the_template(tmp_path):
 def test_thinking_that_the_template_drops(builtin):
     client = Client(builtin, "thinking")
     client.send(LONG)
-    client.send(LONG, reasoning="Hm.")
+    client.send("Tell me a story.", reasoning="Hm.")
     output = client.send("Go on.")
     miss = miss_of(output, "thinking", 4, "assistant")
     assert miss.token >= output.usage.cached_tokens > 0
@@ -364,51 +363,51 @@ def test_not_written_as_there_is_no_disk(model):
         lost(engine.chat("ada"), "not_written", None, "no disk, and the engine has started since")
 
 
-def value_pages(data: Path) -> bytearray:
-    """The file with a byte of every value changed."""
-    content = bytearray(data.read_bytes())
-    for start in pages_of_values(content):
-        content[start + 600] ^= 1
-    return content
-
-
-def test_damaged_blocks(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
+@pytest.fixture(scope="module")
+def left(model, tmp_path_factory):
+    """A store that an engine with a session has left in order."""
+    folder = tmp_path_factory.mktemp("left") / "store"
+    with open_engine(model, folder) as engine:
         begun(engine)
-    data = tmp_path / "store" / "blocks" / "data.mdb"
-    data.write_bytes(value_pages(data))
-    with open_engine(model, tmp_path / "store") as engine:
+    return folder
+
+
+@pytest.fixture
+def kept(left, store):
+    """A copy of it."""
+    return shutil.copytree(left, store)
+
+
+def test_damaged_blocks(model, kept):
+    content = bytearray((kept / "blocks/data.mdb").read_bytes())
+    for start in value_pages(content):
+        content[start + 600] ^= 1
+    (kept / "blocks/data.mdb").write_bytes(content)
+    with open_engine(model, kept) as engine:
         lost(engine.chat("ada"), "damaged", "disk", "corrupt")
 
 
-def test_blocks_that_cannot_be_read(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
-        begun(engine)
-    with disk_that(read=lambda *_: ReadResult.FAILED), open_engine(model, tmp_path / "store") as engine:
+def test_blocks_that_cannot_be_read(model, kept):
+    with disk_that(read=lambda *_: ReadResult.FAILED), open_engine(model, kept) as engine:
         lost(engine.chat("ada"), "unreadable", "disk", "failed")
 
 
 @pytest.mark.parametrize("how", ["removed", "damaged"])
-def test_a_store_that_was_replaced(model, tmp_path, how):
-    with open_engine(model, tmp_path / "store") as engine:
-        begun(engine)
-    blocks = tmp_path / "store" / "blocks"
+def test_a_store_that_was_replaced(model, kept, how):
     if how == "removed":
-        shutil.rmtree(blocks)
+        shutil.rmtree(kept / "blocks")
     else:
-        (blocks / "data.mdb").write_bytes(bytes(1 << 16))
+        (kept / "blocks/data.mdb").write_bytes(bytes(1 << 16))
     with nullcontext() if how == "removed" else pytest.warns(RuntimeWarning, match="moved to quarantine"):
-        engine = open_engine(model, tmp_path / "store")
+        engine = open_engine(model, kept)
     with engine:
         assert lost(engine.chat("ada"), "store_replaced", "disk").at_s > 0
 
 
-def test_what_a_predecessor_did_is_not_guessed(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
-        begun(engine)
-    with OfflineStore(tmp_path / "store") as store:
-        store.evict(EvictRequest(everything=True))
-    with open_engine(model, tmp_path / "store") as engine:
+def test_what_a_predecessor_did_is_not_guessed(model, kept):
+    with OfflineStore(kept) as offline:
+        offline.evict(EvictRequest(everything=True))
+    with open_engine(model, kept) as engine:
         lost(engine.chat("ada"), "unknown", None, "the engine has started since")
 
 
@@ -444,19 +443,15 @@ def test_loads_that_fail(model, tmp_path, num_blocks):
             lost(chat, "load_failed", "cpu")
 
 
-def test_a_disk_that_is_slower_than_computing(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
-        begun(engine)
-    with open_engine(model, tmp_path / "store") as engine:
+def test_a_disk_that_is_slower_than_computing(model, kept):
+    with open_engine(model, kept) as engine:
         chat, planner = engine.chat("ada"), engine.connector.parts.store.planner
         with constants(planner, choose=lambda *_: LoadChoice(Way.COMPUTE)):
             lost(chat, "not_loaded", "disk", "computing is quicker")
 
 
-def test_no_room_to_read(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
-        begun(engine)
-    with open_engine(model, tmp_path / "store") as engine, full_cpu(engine):
+def test_no_room_to_read(model, kept):
+    with open_engine(model, kept) as engine, full_cpu(engine):
         lost(engine.chat("ada"), "not_loaded", "disk", "no room to read it")
 
 

@@ -78,7 +78,7 @@ def params_of(random_: random.Random, free: str) -> SamplingParams:
 # -- the same ids as a session ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("system", ["", "Be brief.", "Never say <|end|>, äh."])
 def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
-    random_ = random.Random(f"ids {system}")
+    random_ = random.Random(f"ids of {system}")
     template, num_odd = builtin.chats.language.template, 0
     for number in range(4):
         tenant = f"t{number}{system}"
@@ -114,7 +114,7 @@ def test_every_choice_is_known_and_a_client_may_go_back_to_another(builtin):
 def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin):
     recall, params = (
         Recall(builtin.chats),
-        SamplingParams(max_tokens=20, temperature=1.5, logit_bias=no_controls(builtin)),
+        SamplingParams(max_tokens=20, temperature=2.5, logit_bias=no_controls(builtin)),
     )
     num_odd = 0
     for number in range(5):

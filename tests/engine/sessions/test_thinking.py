@@ -141,7 +141,7 @@ def test_a_truncation_and_dropped_thinking_are_one_splice(tmp_path):
 
 def test_with_exact_reuse_what_follows_is_computed(engine):
     chat = engine.chat("ada", truncation_reuse="exact")
-    think(chat, LONG)
+    think(chat, LONG, regex="[a-d]{24}</think>(yes|no)[a-d]{60}")  # more than a block stands behind the thinking
     _, usage = think(chat, LONG, "drop")
     assert usage.thinking == "dropped" and usage.cached_tokens_details.reencoded == 0
     assert usage.miss is not None and usage.miss.cause == "thinking" and usage.miss.role == "assistant"
