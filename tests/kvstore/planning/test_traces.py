@@ -53,7 +53,7 @@ def test_a_trace_may_name_fewer_blocks_than_its_prompt_has(tmp_path):
 def test_one_block_too_many_is_left_out_and_told(tmp_path):
     trace = read_trace(written(tmp_path, mooncake([0, 1, 2], 1024), mooncake([0, 1, 2], 1000)), "mooncake")
     assert numbered((*r.chain, r.partial or 0) for r in trace.requests) == [[0, 1, 2], [0, 1]]
-    assert len(trace.notes) == 1 and trace.notes[0].startswith("2 requests name one block more")
+    assert trace.notes == ("requests that name one block more than their prompt holds, which is ignored: 2",)
 
 
 def test_names_need_not_be_small_but_must_be_64_bits(tmp_path):
