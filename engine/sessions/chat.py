@@ -218,7 +218,7 @@ class ChatSession:
                 earlier=replace(before.had_of(following, template, new, self.updated_s), begun_s=following.begun_s),
             )  # fmt: skip
         except Exception:
-            client.forget(following.spliced_blocks(before.lineage))
+            self.unstored.update(client.forget(following.spliced_blocks(before.lineage)))
             raise
         finally:
             self.unstored.update(*(one.own_blocks(client.facts.block_size) for one in hold.computed))
@@ -323,7 +323,7 @@ class ChatSession:
         try:
             self.store([record], after, hold, forgotten)
         except Exception:
-            self.chats.client.forget([*{*after.chain}.difference(before.chain)])
+            self.unstored.update(self.chats.client.forget([*{*after.chain}.difference(before.chain)]))
             raise
 
     def _cleared(
