@@ -16,7 +16,7 @@ from kvstore.kernels.kv import runs_kernels
 from kvstore.kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
 
 log = logging.getLogger(__name__)
-MAX_MASK_ELEMENTS = 1 << 22  # of the mask that says which tokens each token of a prefill sees
+FUSED_TOKENS = 256  # per call of torch's fused attention behind others: more would look at more that they do not see
 PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
 
 
@@ -147,17 +147,12 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: T
     query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim], or without the
     first ones, which no token sees.
     """
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, _, head_dim = query.shape
     context_len, num_kv_heads, _ = key.shape
     before = context_len - num_tokens
     windowed = scoring.window is not None and scoring.window < context_len
-    if scoring.plain and not windowed and _fused_is_fast(query, context_len):
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-        mask = batch.causal_mask(num_tokens, before, query.dtype) if before else None
-        result = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=not before, scale=scoring.scale, enable_gqa=num_heads != num_kv_heads
-        )
-        out.copy_(result[0].transpose(0, 1))
+    if scoring.plain and not windowed and _fused_is_fast(query):
+        _prefill_fused(query, key, value, scoring, out, batch)
         return
     grouped = (query * scoring.scale).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     keys = key.permute(1, 2, 0).contiguous()  # [num_kv_heads, head_dim, context_len]
@@ -174,6 +169,25 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: T
         weights = _weights(scores, None, scoring.softcap, sinks)
         result = torch.bmm(weights.flatten(1, 2), values[:, first:last])
         out_grouped[:, :, start:end] = result.view(*piece.shape[:3], -1)
+
+
+def _prefill_fused(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: Tensor, batch: PagedBatch) -> None:
+    """The same by torch's fused attention. Tokens behind others need a mask: one for all pieces, the last columns of
+    which say what each piece sees.
+    """
+    (num_tokens, num_heads, _), (context_len, num_kv_heads, _) = query.shape, key.shape
+    before = context_len - num_tokens
+    size = min(num_tokens, FUSED_TOKENS) if before else num_tokens
+    masks = batch.causal_mask(size, context_len - size, query.dtype) if before else None
+    for end in range(num_tokens, 0, -size):
+        start = max(0, end - size)
+        seen, first = before + end, num_tokens - size - start
+        mask = None if masks is None else masks[: end - start, first : first + seen]
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[start:end], key[:seen], value[:seen]))
+        result = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=not before, scale=scoring.scale, enable_gqa=num_heads != num_kv_heads
+        )
+        out[start:end].copy_(result[0].transpose(0, 1))
 
 
 def _hide(scores: Tensor, offset: int, window: int | None) -> None:
@@ -200,14 +214,9 @@ def _weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: 
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
-def _fused_is_fast(query: Tensor, context_len: int) -> bool:
-    """Whether torch's fused attention beats matrix products. It does not for 16-bit floats on a CPU without AMX tiles.
-
-    If tokens come before these, it needs a mask, which only pays with tiles, and up to a size.
-    """
-    if query.device.type != "cpu" or len(query) == context_len:
-        return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()
-    return query.dtype != torch.float32 and len(query) * context_len <= MAX_MASK_ELEMENTS and _has_amx()
+def _fused_is_fast(query: Tensor) -> bool:
+    """Whether torch's fused attention beats matrix products: not for 16-bit floats on a CPU without tiles (AMX)."""
+    return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()
 
 
 def _has_amx() -> bool:

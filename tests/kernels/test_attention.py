@@ -39,7 +39,7 @@ def test_heads_of_values_may_be_smaller(name, in_order, dtype):
 
 @pytest.mark.parametrize("name", SCORINGS)
 def test_long_prefill_goes_in_pieces(name):
-    Case([(300, 300), (700, 290)]).check(scoring_of(name, HEADS))
+    Case([(300, 300), (700, 290), (1000, 600)]).check(scoring_of(name, HEADS))
 
 
 def test_a_long_run_of_blocks_is_read_in_place():
