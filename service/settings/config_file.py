@@ -102,6 +102,8 @@ def _setting(
 def _parse(option: Option, where: str, written: object) -> object:
     """Read a file's text like a flag's text; any other value must have the type that this makes."""
     if option.repeats and isinstance(written, list) and all(isinstance(one, str) for one in written):
+        if not written and option.default == ():
+            return ()
         written = text_of(written)
     if not isinstance(written, str | int | float):
         raise ConfigError(where, repr(written), "give one value, a text or a number")

@@ -50,6 +50,21 @@ def test_python_that_strips_docstrings_is_one_line():
     assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
 
 
+@pytest.mark.parametrize(("closed", "told"), [("<&-", (False, True)), (">&-", (False, True)), ("2>&-", (False, False))])
+def test_a_closed_stream_is_as_good_as_the_null_device(tmp_path, closed, told):
+    """A file that is opened next must not take its place, and a child inherits it."""
+    command = f"exec {sys.executable} -m kvstore stats --store {tmp_path} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and (bool(done.stdout), "there is no store" in done.stderr) == told
+    looks = (
+        "import os; from kvstore import __main__; __main__.open_closed_streams(); os.system('readlink /proc/self/fd/2')"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'{sys.executable} -c "{looks}" {closed}'], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.stdout == "/dev/null\n") == (closed == "2>&-")
+
+
 class Closed(io.StringIO):
     """A pipe whose reader goes away at the first piece of an answer."""
 
