@@ -96,12 +96,14 @@ def check_victim(tree: EvictionTree, victim: Hashable, now_s: float) -> None:
 
 
 def value_of(tree: EvictionTree, key: Hashable, now_s: float) -> tuple[int, ...]:
-    """0 nobody's, 1 expired, 2 ordinary, 3 pinned, 4 waiting or running; of those that wait, the later the less."""
+    """0 nobody's, 1 expired, 2 ordinary, 3 pinned, 4 waiting, the later the less, 5 running."""
     owner = tree.owner_of.get(key)
     if owner is None:
         return (0,)
-    if owner.wanted is not None or owner.num_running:
-        return (4, *(-part for part in owner.wanted or (0, 0)))
+    if owner.num_running:
+        return (5,)
+    if owner.wanted is not None:
+        return (4, *(-part for part in owner.wanted))
     if owner.expires_s <= now_s and owner.prefix_at(tree._id_of(key)) is None:
         return (1,)  # a prefix does not expire
     return (3,) if owner.pinned_until_s > now_s else (2,)
