@@ -40,11 +40,13 @@ REASONS = {
 
 @dataclass(slots=True)
 class Lent:
-    """A buffer of the host with a block to be written. tickets: those of all who asked for it."""
+    """A buffer of the host with a block to be written. tickets: those of all who asked for it. why_not: it was not
+    written, if it comes to that.
+    """
 
     view: memoryview
     tickets: list[int]
-    is_forgotten: bool = False
+    why_not: str = "no_room"
 
 
 class HostBlocks:
@@ -75,7 +77,6 @@ class HostBlocks:
         self._num_tickets = self._num_reading = self._num_prefetching = 0
         self._since: dict[int, float] = {}  # when each ticket was given that has not ended
         self._finished: deque[Finished] = deque()
-        self._why_not = "no_room"  # what is given up is not written
 
     # -- tickets -----------------------------------------------------------------------------------------------------
     def _begin(self) -> int:
@@ -193,18 +194,18 @@ class HostBlocks:
         """Hand the next blocks to the writer. Called once per poll, and after every new write."""
         self.disk.pump()
         if self.disk.dirty and self.disk.health.is_paused:
-            self._why_not = "no_room" if self.disk.health.error in NO_ROOM else "io_error"
+            if self.disk.health.error not in NO_ROOM:
+                for lent in self._lent.values():  # what is being written may build on what waits, and goes later
+                    lent.why_not = "io_error"
             self.disk.refuse_waiting()
-            self._why_not = "no_room"
 
     def _give_back(self, arena_block: int) -> None:
         """The disk is done with a buffer."""
         lent, record = self._lent.pop(arena_block), self._cpu.record(arena_block)
         assert record is not None
         self._num_lent_bytes -= lent.view.nbytes
-        reason = "forgotten" if lent.is_forgotten else self._why_not
         for ticket in lent.tickets:
-            self._end(ticket, "" if self.contains(record.block_id) else reason, lent.view.nbytes)
+            self._end(ticket, "" if self.contains(record.block_id) else lent.why_not, lent.view.nbytes)
 
     def end_request(self, name: str, chain: Sequence[BlockId]) -> None:
         """After the last one what waits for a batch is written now: no more comes, and a host may be awake until it is
@@ -242,7 +243,7 @@ class HostBlocks:
         named = named.difference(chain[: max((i for i, one in enumerate(chain, 1) if one in needed), default=0)])
         for block_id in named:
             if (arena_block := self._cpu.arena_block_of(block_id)) is not None:
-                self._lent[arena_block].is_forgotten = True
+                self._lent[arena_block].why_not = "forgotten"
                 self._cpu.forget(block_id)
         doomed, _ = self.disk.select(Evict(block_ids=named))
         self.disk.delete(doomed)

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from kvstore.tiers import worker
 from tests.children.block_store_child import BLOCK_BYTES
-from tests.support.faults import largest_file
+from tests.support.faults import constants, largest_file
 from tests.support.programs import ROOT, python, python_on_a_tmpfs
 from tests.support.store.host import BLOCK, Host, chain, key, payload
 from tests.support.waiting import wait_for_work, wait_until
@@ -106,6 +107,15 @@ def test_a_disk_that_is_full_and_has_room_again(hosts, tmp_path):
     host.stored(chain(2, 60))
     host.close()
     assert all(hosts(capacity="64MiB").store.lookup(keys + chain(2, 60)))
+
+
+def test_what_was_being_written_when_others_failed_says_the_same_once_the_pause_is_over(hosts):
+    """What they built on was given up meanwhile, so it is not written again."""
+    host = hosts(capacity="64MiB")
+    with largest_file(3 << 20), constants(worker, FIRST_S=0.0005, LAST_S=0.0005):
+        tickets = [ticket for i in range(30) for ticket in host.write(chain(i, 20)) if ticket is not None]
+        reasons = {result.reason for result in host.wait(tickets)}
+    assert reasons == {"", "io_error"}
 
 
 def test_a_small_file_system_is_shared_with_others(tmp_path):
