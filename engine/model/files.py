@@ -90,11 +90,18 @@ def window_of(config: Mapping[str, Any], asked: int | None) -> int | None:
         return asked
     ropes = [text.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     kinds = [*ropes, *(kind for rope in ropes for kind in rope.values() if isinstance(kind, dict))]
-    stretched = [kind for kind in kinds if kind.get("rope_type", kind.get("type")) in ("dynamic", "linear")]
-    longest = int(own * max([1.0, *(kind.get("factor") or 1.0 for kind in stretched)]))
+    longest = int(max(own, *(_stretched(kind, own) for kind in kinds)))
     if asked is not None and asked > longest:
         raise ConfigError("max_model_len", f"{asked}, but the model was made for {longest} tokens", "give at most that")
     return asked or own
+
+
+def _stretched(rope: Mapping[str, Any], own: int) -> float:
+    """The longest context of a rotation that is stretched, in tokens; 0 for others."""
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+    if kind == "yarn":  # own may have its factor in it
+        return float((rope.get("original_max_position_embeddings") or own) * factor)
+    return float(own * factor) if kind in ("dynamic", "linear") else 0.0
 
 
 def why_no_chat(name: str, has_tokenizer: bool, fault: str | None = None) -> str:

@@ -23,6 +23,7 @@ from kvstore.engine.model.interception import (
     run_step,
 )
 from kvstore.engine.model.lean import lean_layers
+from kvstore.engine.model.packing import are_close
 from kvstore.engine.model.packing import pack as pack_modules
 from kvstore.engine.model.parallel.cutting import WHOLE_LAYERS
 from kvstore.engine.model.parallel.group import Group, Part
@@ -111,8 +112,8 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         tap.revealed = None
     plain = _record(network, token_ids, positions)
     spec = _spec(network, plain, vocab_size, max_model_len, part)
-    _check_positions(network, token_ids, positions, plain, max_model_len, bool(taps))
-    kinds = _observe_rotations(network, taps, token_ids, plain, max_model_len)
+    moves_queries = _check_positions(network, token_ids, plain, max_model_len, bool(taps))
+    kinds = _observe_rotations(network, taps, token_ids, max_model_len)
     if part.pipe is not None:
         kinds = part.pipe.sum(kinds)
     else:
@@ -135,7 +136,8 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
             pool, x = StatePool(states[0], 2, network.device), network.get_input_embeddings()(token_ids[None])
             for module in states[1].values():
                 module.forward.use_kernels(pool, x)
-        if is_cpu and part.group is None:  # a lean layer adds its input to a product that ranks would have to sum first
+        # A lean layer knows no positions, and adds its input to a product that ranks would have to sum first.
+        if is_cpu and part.group is None and not moves_queries:
             lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), positions, alone=True))
         _check_logits(model, token_ids, expected)
         _check_pruning(model, token_ids, expected)
@@ -224,11 +226,9 @@ def _check_alike(shapes: list[LayerShape], pipe: Group | None) -> None:
         )
 
 
-def _check_positions(
-    network: Any, token_ids: Tensor, positions: Tensor, plain: Recorder, max_model_len: int, rotates: bool
-) -> None:
-    """Raw keys must not change when all positions move."""
-    moved = _record(network, token_ids, positions.flip(0) if len(positions) == max_model_len else positions + 1)
+def _check_positions(network: Any, token_ids: Tensor, plain: Recorder, max_model_len: int, rotates: bool) -> bool:
+    """Raw keys must not change when all positions move. Returns whether queries do, as those of Ministral 3."""
+    moved = _record(network, token_ids, _far_positions(token_ids, max_model_len).flip(0))
     for layer, key in plain.keys.items():
         if not key.isfinite().all():
             why = "its weights are damaged, or the dtype is too small for them"
@@ -236,10 +236,11 @@ def _check_positions(
         if not torch.equal(moved.keys[layer], key):
             beside = "beside their rotation" if rotates else "and it has no rotary position embedding"
             raise UnsupportedModelError(f"keys of layer {layer} depend on position {beside}")
+    return any(not torch.equal(moved.queries[layer], query) for layer, query in plain.queries.items())
 
 
 def _observe_rotations(
-    network: Any, taps: list[RotaryTap], token_ids: Tensor, plain: Recorder, max_model_len: int
+    network: Any, taps: list[RotaryTap], token_ids: Tensor, max_model_len: int
 ) -> Tensor:  # [num_hidden_layers, 5]
     """The rotation that the model applies in each layer, found by revealing one source of cos and sin at a time.
 
@@ -247,7 +248,8 @@ def _observe_rotations(
     a layer that does not rotate, or that another rank has.
     """
     found = torch.zeros(network.config.get_text_config().num_hidden_layers, 5, dtype=torch.int64)
-    positions = torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
+    positions = _far_positions(token_ids, max_model_len)
+    plain = _record(network, token_ids, positions)  # queries may depend on them in other ways, too
     for number, tap in enumerate(taps, start=1):
         for index, source in enumerate(tap.sources):
             tap.revealed = source
@@ -259,7 +261,7 @@ def _observe_rotations(
                     continue
                 match = match_rotation(key, shown.keys[layer], cos[positions], sin[positions])
                 query = plain.queries[layer]
-                is_same = match is not None and torch.equal(match.apply(query), shown.queries[layer])
+                is_same = match is not None and are_close(shown.queries[layer], match.apply(query), ulps=4)
                 if match is None or found[layer, 0] or not is_same:
                     tap.tables[source], tap.revealed = (2 * cos, 2 * sin), source
                     doubled = _record(network, token_ids, positions).keys[layer]
@@ -269,6 +271,11 @@ def _observe_rotations(
                 numbers = list(TableLayout).index(match.layout), list(Style).index(match.style)
                 found[layer] = torch.tensor([number, index, *numbers, match.upcast])
     return found
+
+
+def _far_positions(token_ids: Tensor, max_model_len: int) -> Tensor:
+    """A position for each of these tokens, from the first to the last of the window."""
+    return torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
 
 
 def _rotations_of(found: Tensor, taps: list[RotaryTap]) -> list[Rotation | None]:

@@ -258,6 +258,14 @@ def test_a_window_is_refused_where_the_file_alone_says_that_it_is_too_large(tmp_
         check_speaks(tmp_path / "model", {"max_model_len": 513}, chats=False)
     file.write_text(json.dumps(config | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
     check_speaks(tmp_path / "model", {"max_model_len": 1024}, chats=False)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 500}  # as Qwen's cards say to add it
+    file.write_text(json.dumps(config | {"rope_scaling": yarn}))
+    check_speaks(tmp_path / "model", {"max_model_len": 2000}, chats=False)
+    with pytest.raises(ConfigError, match="max_model_len is 2001, but the model was made for 2000 tokens"):
+        check_speaks(tmp_path / "model", {"max_model_len": 2001}, chats=False)
+    file.write_text(json.dumps(config | {"rope_scaling": {**yarn, "original_max_position_embeddings": 128}}))
+    with pytest.raises(ConfigError, match="made for 512 tokens"):  # which has the factor in it
+        check_speaks(tmp_path / "model", {"max_model_len": 513}, chats=False)
 
 
 def load_cpu(model, dtype="auto", max_model_len=None):

@@ -264,6 +264,30 @@ def test_a_layer_that_scales_its_sums_stays() -> None:
     assert num_lean(packed("Granite", residual_multiplier=0.9)) == 0
 
 
+def test_a_layer_that_scales_the_little_it_adds_stays_in_16_bits() -> None:
+    """As Granite's trained layers do: a row's largest value would hide that."""
+    network = make_model("Granite", dtype=torch.bfloat16, residual_multiplier=0.22, embedding_multiplier=12.0)
+    with torch.inference_mode():
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.05)
+            layer.mlp.down_proj.weight.mul_(0.05)
+    assert num_lean(intercept(network, MAX_LEN, pack=True)) == 0
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@torch.inference_mode()
+def test_queries_may_grow_with_their_position(dtype, tolerance) -> None:
+    """As in Ministral 3, behind the context that it was first made for. In 16 bits the layers look plain."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    changes, token_ids = {"head_dim": 16, "rope_parameters": rope}, prompt(num_tokens=MAX_LEN)
+    expected = expected_logits("Ministral3", token_ids, **changes)
+    found = Sequence(packed("Ministral3", dtype=dtype, **changes)).feed(token_ids).float()
+    assert (found - expected).norm() < tolerance * expected.norm()
+
+
 def test_a_layer_that_computes_something_else_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer with the parts of a plain one, whose forward uses them in another way."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
