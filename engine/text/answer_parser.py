@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from kvstore.engine.outputs import AnswerEvent, TextDelta, ToolCallEvent
+from kvstore.engine.text.call_arguments import types_of
 from kvstore.engine.text.response_template import CALLS, REASONING, UNSEEN, ResponseTemplate
 
 # ResponseParser copies all text that it was given with every piece, so it is replaced after so many characters.
@@ -31,7 +32,8 @@ class AnswerParser:
 
     def __init__(self, template: ResponseTemplate, prefix: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.template = template
-        self._tools = [dict(tool) for tool in tools]
+        is_text = template.spec["fields"].get(CALLS, {}).get("content") == "xml-inline"
+        self._tools = [_as_cast(tool["function"], is_text) for tool in tools]
         self._spec = template.regions if tools else template.regions_without_calls
         self._region: str = self._spec.implicit
         self._reopening = ""  # text that brings a new parser into this region
@@ -168,6 +170,17 @@ class AnswerParser:
             return [_checked(call) for call in _flat(message[CALLS])]
         except _NO_CALL:
             return []
+
+
+def _as_cast(function: Mapping[str, Any], is_text: bool) -> dict[str, Any]:
+    """What transformers casts arguments by: each argument's types in one place. is_text: all of them are texts; else
+    those are not cast that may be one.
+    """
+    schema = function.get("parameters") or {}
+    properties = schema.get("properties")
+    types = {name: types_of(schema, part) for name, part in properties.items()} if isinstance(properties, dict) else {}
+    cast = {name: {"type": found} for name, found in types.items() if is_text or "string" not in found}
+    return {"name": function["name"], "parameters": {"properties": cast}}
 
 
 def _flat(value: Any) -> Iterator[Mapping[str, Any]]:

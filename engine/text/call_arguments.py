@@ -18,6 +18,7 @@ from kvstore.engine.text.prompts import AnswerOptions
 from kvstore.engine.text.response_template import CallSyntax, ResponseTemplate
 from kvstore.errors import RequestError
 
+_MAX_PARTS = 64  # of a schema, to tell the types of one argument
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 
@@ -80,15 +81,42 @@ def parameters_grammar(parameter: str, schema: Mapping[str, Any]) -> str:
         before, after = (part.replace("{key}", key) for part in parameter.split("{value}"))
         name = f"p{index}"
         start.append(name if key in schema.get("required", ()) else f"{name}?")
-        texts = value.get("enum") if isinstance(value, Mapping) else None
-        kinds = value.get("type", "string") if isinstance(value, Mapping) else "string"
+        target, kinds = _target_of(schema, value), types_of(schema, value)
+        texts = target.get("enum") if isinstance(target, Mapping) else None
         if texts and all(isinstance(text, str) for text in texts):
             lines.append(f"{name}: {_literal(before)} {_any_of(map(_literal, texts))} {_literal(after)}")
-        elif kinds == "string" or "string" in kinds:
+        elif not kinds or "string" in kinds:
             lines += [f"{name}: {_literal(before)} {name}_text", f"{name}_text[lazy]: /(.|\\n)*/ {_literal(after)}"]
         else:
             lines.append(f"{name}: {_literal(before)} {_json(schema, value)} {_literal(after)}")
     return "\n".join([f"start: {' '.join(start) or _literal('')}", *lines])
+
+
+def types_of(schema: Mapping[str, Any], part: Any) -> list[str]:
+    """The types that a part of a schema names, itself or where it refers to; none if it names none."""
+    parts, types = [part], list[str]()
+    for one in parts:
+        target = _target_of(schema, one)
+        if isinstance(target, Mapping):
+            named = target.get("type", [])
+            types += named if isinstance(named, list) else [named]
+            branches = (target.get(keyword) for keyword in ("anyOf", "oneOf", "allOf"))
+            parts += [branch for some in branches if isinstance(some, list) for branch in some]
+        if len(parts) > _MAX_PARTS:  # they may refer to themselves
+            break
+    return types
+
+
+def _target_of(schema: Mapping[str, Any], part: Any) -> Any:
+    """What a part of a schema refers to, or the part itself; None if that is nowhere."""
+    for _ in range(_MAX_PARTS):
+        if not isinstance(part, Mapping) or "$ref" not in part:
+            return part
+        target: Any = schema
+        for key in str(part["$ref"]).split("/")[1:]:
+            target = target.get(key) if isinstance(target, Mapping) else None
+        part = target
+    return None
 
 
 def python_grammar(name: str, schema: Mapping[str, Any]) -> str:

@@ -364,6 +364,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._numbers = {token: number for number, token in enumerate(self._controls)}
         self._mark = f"kvstore{secrets.token_hex(8)}x"  # nobody can spell it
         self._marks = re.compile(f"{self._mark}(?:([0-9]+)end|([0-9a-f]+)(span|text))")
 
@@ -396,15 +397,11 @@ class TextEncoder:
             return [self.hide_controls(part) for part in value]
         if not isinstance(value, str) or not self._controls:
             return value
-        return self._spelled.sub(lambda found: f"{self._mark}{self._controls.index(found.group())}end", value)
+        return self._spelled.sub(lambda found: f"{self._mark}{self._numbers[found.group()]}end", value)
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        """Tokens with the same beginning stand together, so that few are tried where there is none."""
-        by_start: dict[str, list[str]] = {}
-        for token in sorted(self._controls, key=len, reverse=True):
-            by_start.setdefault(token[:2], []).append(re.escape(token))
-        return re.compile("|".join(f"(?:{'|'.join(tokens)})" for tokens in by_start.values()))
+        return re.compile(_any_of(self._controls))
 
     def hide(self, text: str) -> str:
         """The same text, or a mark for the whole of it if it spells a control token: it is encoded alone."""
@@ -452,6 +449,18 @@ class TextEncoder:
         if not text:
             return []
         return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
+
+
+def _any_of(tokens: Sequence[str]) -> str:
+    """A pattern for the longest of these. Those that begin alike stand together: there may be thousands."""
+    if len(tokens) == 1:
+        return re.escape(tokens[0])
+    by_first: dict[str, list[str]] = {}
+    for token in tokens:
+        by_first.setdefault(token[:1], []).append(token[1:])
+    may_end = by_first.pop("", None) is not None
+    branches = "|".join(re.escape(first) + _any_of(rest) for first, rest in by_first.items())
+    return f"(?:{branches}){'?' if may_end else ''}" if may_end or len(by_first) > 1 else branches
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

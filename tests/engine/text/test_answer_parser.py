@@ -183,6 +183,31 @@ def test_without_tools_a_call_is_content():
     ]  # fmt: skip
 
 
+PLACES = {
+    "type": "object", "$defs": {"Place": {"type": "object"}, "Many": {"anyOf": [{"$ref": "#/$defs/Many"}] * 9}},
+    "properties": {
+        "place": {"$ref": "#/$defs/Place"}, "or": {"oneOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "code": {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "many": {"$ref": "#/$defs/Many"},
+        "odd": {"anyOf": 7, "$ref": 7}, "nowhere": {"$ref": "#/$defs/none"},
+    },
+}  # fmt: skip
+GO = [{"type": "function", "function": {"name": "go", "parameters": PLACES}}]
+
+
+def test_arguments_in_xml_are_cast_by_what_their_schema_refers_to():
+    given = {"place": '{"a": 1}', "or": "null", "many": "x", "odd": "1", "nowhere": "2"}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    text = f"<tool_call>\n<function=go>\n{text}</function>\n</tool_call>"
+    (_, call) = parsed(family("qwen3_coder"), text, tools=GO)
+    assert json.loads(call.arguments) == given | {"place": {"a": 1}, "or": None}
+
+
+def test_a_text_in_json_stays_one_where_the_schema_allows_it():
+    text = '<tool_call>{"name": "go", "arguments": {"code": "007", "place": "{}"}}</tool_call>'
+    (_, call) = parsed(HERMES, text, tools=GO)
+    assert json.loads(call.arguments) == {"code": "007", "place": {}}
+
+
 def test_arguments_in_xml_are_cast_by_the_schema_and_keep_their_indentation():
     text = (
         "<tool_call>\n<function=weather>\n<parameter=city>\n  a\n  <b>\n</parameter>\n<parameter=days>\n3\n"

@@ -1,6 +1,7 @@
 """Chat templates as models really have them: prefixes, trimming, reasoning, control tokens that users spell."""
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -108,6 +109,19 @@ def test_no_text_of_a_user_becomes_a_control_token(template, control):
     following = chat.next_ids(start, [user("x"), assistant("y")], spell)
     if following is not None:
         assert count(following) == count(chat.next_ids(start, [user("x"), assistant("y")], "plain"))
+
+
+def test_the_longest_of_thousands_of_control_tokens_is_found_at_once():
+    """Gemma has 6,000 that begin alike."""
+    tokenizer = words(CHATML)
+    tokenizer.add_tokens(
+        [f"<unused{number}>" for number in range(6000)] + ["<unused", "<unused7>>"], special_tokens=True
+    )
+    chat, spelled = ChatTemplate.of(tokenizer), "<unused5>>, <unused7>>, <unused7>, <unused\n"
+    begun = time.process_time()
+    shown = chat.text.hide_controls(spelled * 2000)
+    assert time.process_time() - begun < 1
+    assert "<" not in shown and chat.text.shown(shown) == spelled * 2000 and shown.count(">") == 2000
 
 
 def test_a_control_token_that_is_spelled_counts_as_it_is_spelled():

@@ -127,6 +127,18 @@ def test_arguments_that_stand_by_themselves(compiler):
         assert not is_allowed(compiler, wanted, wrong)
 
 
+def test_arguments_that_stand_by_themselves_match_what_their_schema_refers_to(compiler):
+    properties = {"days": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "to": {"$ref": "#/$defs/City"}}
+    city = {"type": "string", "enum": ["Rome", "Oslo"]}
+    trip = {"type": "object", "$defs": {"City": city}, "properties": properties, "required": ["days", "to"]}
+    tool = {"type": "function", "function": {"name": "trip", "parameters": trip}}
+    wanted = language("qwen3_coder").constrained(PARAMS, AnswerOptions([tool], "required")).structured_outputs
+    call = "<tool_call>\n<function=trip>\n{}{}</function>\n</tool_call>"
+    for days, to, is_right in (("3", "Rome", True), ("null", "Oslo", True), ("a", "Rome", False), ("3", "Bonn", False)):
+        arguments = f"<parameter=days>\n{days}\n</parameter>\n", f"<parameter=to>\n{to}\n</parameter>\n"
+        assert is_allowed(compiler, wanted, call.format(*arguments)) == is_right
+
+
 ROME, UTC = '{"city":"Rome","days":3}', '{"zone":"UTC"}'
 DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 LISTS = {
