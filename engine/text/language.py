@@ -50,6 +50,10 @@ NUM_PROMPT_TOKENS = 8
 # A real U+FFFD in a byte-fallback vocabulary: complete, although it looks like an unfinished character.
 _REPLACEMENT_TOKENS = ["<0xEF>", "<0xBF>", "<0xBD>"]
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# How byte-level vocabularies write bytes: printable ones as themselves, the others in their order from U+0100 on.
+_SHOWN_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _SHOWN_BYTES}
+_BYTES |= {chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)}.difference(_SHOWN_BYTES)))}
 
 
 # Makes the parser of one answer of a request; None: its text is its content.
@@ -58,6 +62,16 @@ NewParser: TypeAlias = Callable[[], AnswerParser | None]
 
 def no_parser() -> AnswerParser | None:
     return None
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Also of a token that is part of a character, and decodes to U+FFFD."""
+    text, token = tokenizer.decode([token_id], False), tokenizer.id_to_token(token_id) or ""
+    if REPLACEMENT in text and _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[1:-1], 16)])
+    if REPLACEMENT in text and _BYTES.keys() >= set(token):
+        return bytes(_BYTES[char] for char in token)
+    return text.encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,8 @@ class Relayed(Response):
             if head is None:
                 for part in refusal(LOST):
                     yield part
-            elif head.is_stream:
-                yield b"data: " + msgspec.json.encode(LOST.body()) + b"\n\n"
+            elif head.is_stream:  # Anthropic's clients know an error by the event's name, OpenAI's by the field
+                said = msgspec.json.encode({"type": "error", "error": LOST.body().error})
+                yield b"event: error\ndata: " + said + EVENT_END
             else:
                 raise

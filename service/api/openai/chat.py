@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,6 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from kvstore.engine.outputs import Choice, Piece, TokenLogprob
+from kvstore.engine.text.language import token_bytes
 from kvstore.engine.turns import Turn
 from kvstore.service.api import schema
 from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, answer, tenant_of
@@ -174,10 +174,15 @@ class ChatCompletionsDialect(Dialect[TurnResult]):
         return None if logprobs is None else ChatLogprobs([self._logprob(one) for one in logprobs])
 
     def _logprob(self, one: TokenLogprob) -> TokenLogprobObject:
-        text_of = partial(token_text, self.context.engine.engine.tokenizer)
-        text, best = text_of(one.token_id), list(one.top.items())[: self.body.top_logprobs or 0]
-        top = [TopLogprob(text_of(i), logprob, list(text_of(i).encode())) for i, logprob in best]
-        return TokenLogprobObject(text, one.logprob, list(text.encode()), top)
+        best = list(one.top.items())[: self.body.top_logprobs or 0]
+        top = [TopLogprob(self._text_of(i), logprob, self._bytes_of(i)) for i, logprob in best]
+        return TokenLogprobObject(self._text_of(one.token_id), one.logprob, self._bytes_of(one.token_id), top)
+
+    def _text_of(self, token_id: int) -> str:
+        return token_text(self.context.engine.engine.tokenizer, token_id)
+
+    def _bytes_of(self, token_id: int) -> list[int]:
+        return list(token_bytes(self.context.engine.engine.tokenizer.backend_tokenizer, token_id))
 
 
 def message_of(choice: Choice) -> AssistantMessage:

@@ -212,7 +212,8 @@ class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_c
     status: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+TextItem = OutputMessage | OutputReasoning
+OutputItem = TextItem | OutputCall
 
 
 class ResponseUsage(msgspec.Struct, omit_defaults=True):
@@ -432,7 +433,9 @@ _NEEDED = {
 
 
 def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
-    """Add an item to the messages before it. Calls belong to the answer that they follow."""
+    """Add an item to the messages before it. Calls belong to the answer that they follow, and so does more of its text
+    behind them.
+    """
     kind = item.type or "message"
     if kind not in _NEEDED:
         message = f"{param} is of the type {kind[:40]!r}; give {', '.join(_NEEDED)}"
@@ -443,7 +446,11 @@ def _take_in(item: InputItem, param: str, said: list[Message]) -> None:
     if item.role == "tool":
         raise bad_request(f"{param}.role", f"{param}.role is 'tool'; give a function_call_output", "unsupported_role")
     if kind == "message":
-        said.append(message_of(MessageIn(item.role or "", item.content), param))
+        one = message_of(MessageIn(item.role or "", item.content), param)
+        if one["role"] == "assistant" and "reuse" not in one and said and "tool_calls" in said[-1]:
+            said[-1]["content"] += one["content"]
+        else:
+            said.append(one)
     elif kind == "function_call_output":
         output = said_content(item.output or "", f"{param}.output")
         said.append({"role": "tool", **output, "tool_call_id": item.call_id})

@@ -8,16 +8,17 @@ response is the next turn, whichever was the last one.
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
 from aiohttp import web
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.outputs import Piece, TextDelta, ToolCallEvent
+from kvstore.engine.outputs import Piece, ToolCallEvent
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import AnswerOptions, check_truncation
@@ -36,6 +37,9 @@ from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
 Turns = Sequence[Turn[TurnResult]]
+MAKE: dict[str, Callable[[str, str | None, str], schema.TextItem]] = {
+    "content": schema.message_item, "reasoning": schema.reasoning_item
+}  # fmt: skip
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
 
 
@@ -74,7 +78,10 @@ class ResponsesDialect(Dialect[TurnResult]):
     options: AnswerOptions
     has_done: ClassVar[bool] = False
     numbers: Iterator[int] = field(default_factory=count)
-    opened: list[str] = field(default_factory=list)  # ids of the items that were begun, in order
+    items: list[schema.OutputItem] = field(default_factory=list)  # that were begun, in order
+    kind: str = ""  # of the text that the last of them has, while that goes on; `said`: of it so far
+    said: list[str] = field(default_factory=list)
+    made: Callable[[str | None, str], schema.TextItem] = field(init=False)  # that item, with this text and status
 
     def first(self, turns: Turns) -> Iterable[Event]:
         self.draft.id = response_id(turns[0].session_id, turns[0].number)
@@ -83,49 +90,52 @@ class ResponsesDialect(Dialect[TurnResult]):
 
     def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
         for event in piece.parts:
-            if not isinstance(event, TextDelta):
+            if isinstance(event, ToolCallEvent):
                 yield from self._call(event)
-            elif event.kind == "content":
-                item = schema.message_item(self.draft.id, None, "in_progress")
-                yield from self._open(item, schema.OutputText(text=""))
-                yield self._event("response.output_text.delta", **self._part(item.id), delta=event.text, logprobs=[])
-            else:
-                thought = schema.reasoning_item(self.draft.id, None, "in_progress")
-                yield from self._open(thought, schema.ReasoningText(text=""))
-                yield self._event("response.reasoning_text.delta", **self._part(thought.id), delta=event.text)
+                continue
+            if event.kind != self.kind:
+                yield from self._close("completed")
+                yield from self._open(event.kind)
+            self.said.append(event.text)
+            yield self._of_text("delta", delta=event.text)
 
     def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
         response = self.whole(turns, results)
-        if not self.opened:
-            begun = schema.message_item(self.draft.id, None, "in_progress")
-            yield from self._open(begun, schema.OutputText(text=""))
-        response.output.sort(key=lambda item: self.opened.index(item.id))
-        for item in response.output:
-            if isinstance(item, schema.OutputCall):
-                continue  # it was said whole
-            (text,), part = item.content, self._part(item.id)
-            if isinstance(text, schema.OutputText):
-                yield self._event("response.output_text.done", **part, text=text.text, logprobs=[])
-            else:
-                yield self._event("response.reasoning_text.done", **part, text=text.text)
-            yield self._event("response.content_part.done", **part, part=text)
-            yield self._event("response.output_item.done", output_index=part["output_index"], item=item)
+        if not self.items:
+            yield from self._open("content")
+        yield from self._close(response.status)
+        response.output = self.items
         yield self._event(f"response.{response.status}", response=response)
 
-    def _open(self, item: schema.OutputItem, part: schema.OutputText | schema.ReasoningText) -> Iterable[Event]:
-        if item.id not in self.opened:
-            self.opened.append(item.id)
-            yield self._event("response.output_item.added", output_index=len(self.opened) - 1, item=item)
-            yield self._event("response.content_part.added", **self._part(item.id), part=part)
+    def _open(self, kind: str) -> Iterable[Event]:
+        """Begin an item with a text."""
+        make, name = MAKE[kind], self.draft.id
+        if any(item.id == make(name, None, "").id for item in self.items):  # such a text goes on behind a call
+            name = f"{name}_{len(self.items)}"
+        self.kind, self.made = kind, partial(make, name)
+        self.items.append(self.made(None, "in_progress"))
+        yield self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+        yield self._of_part("content_part.added", part=self.made("", "in_progress").content[0])
+
+    def _close(self, status: str) -> Iterable[Event]:
+        """End the text that goes on, if any, and its item: an item ends before the next one begins."""
+        if not self.kind:
+            return
+        self.items[-1] = item = self.made("".join(self.said), status)
+        yield self._of_text("done", text=item.content[0].text)
+        yield self._of_part("content_part.done", part=item.content[0])
+        yield self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+        self.kind, self.said = "", []
 
     def _call(self, event: ToolCallEvent) -> Iterable[Event]:
         """A call, once it is whole."""
         if event.state != "whole":
             return
+        yield from self._close("completed")
         item = schema.call_item(event.id, event.name, event.arguments, "completed")
         begun = schema.call_item(event.id, event.name, "", "in_progress")
-        place = {"item_id": item.id, "output_index": len(self.opened)}
-        self.opened.append(item.id)
+        place = {"item_id": item.id, "output_index": len(self.items)}
+        self.items.append(item)
         yield self._event("response.output_item.added", output_index=place["output_index"], item=begun)
         yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
         yield self._event("response.function_call_arguments.done", **place, arguments=item.arguments, name=item.name)
@@ -141,8 +151,14 @@ class ResponsesDialect(Dialect[TurnResult]):
         said = error.body().error
         return self._event("error", code=said.code, message=said.message, param=said.param, error=said)
 
-    def _part(self, item_id: str) -> dict[str, Any]:
-        return {"item_id": item_id, "output_index": self.opened.index(item_id), "content_index": 0}
+    def _of_text(self, what: str, **fields: str) -> Event:
+        if self.kind == "content":
+            return self._of_part(f"output_text.{what}", **fields, logprobs=[])
+        return self._of_part(f"reasoning_text.{what}", **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        place = {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, "content_index": 0}
+        return self._event(f"response.{kind}", **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return kind, {"type": kind, "sequence_number": next(self.numbers), **fields}

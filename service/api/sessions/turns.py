@@ -32,7 +32,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.clearing import ContextManagement
-from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of
+from kvstore.engine.text.prompts import NO_OPTIONS, AnswerOptions, check_truncation, texts_of, without_spans
 from kvstore.engine.turns import Hold, Turn, held
 from kvstore.errors import KVStoreError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api import schema
@@ -300,7 +300,7 @@ async def _answered(context: Context, wanted: TurnRequest) -> TurnRecord | None:
     said = [message for message in record.messages[:-1] if message["role"] != "system"]
     system = "".join(message["content"] for message in record.system)
     brings_system = wanted.is_new and wanted.fork_of is None
-    if said != list(wanted.messages) or (brings_system and system != (wanted.system or "")):
+    if said != without_spans(wanted.messages) or (brings_system and system != (wanted.system or "")):
         raise said_else()
     return record
 

@@ -11,7 +11,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, ToolCall, ToolCallEvent, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.answer_parser import AnswerParser
-from kvstore.engine.text.language import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, ChoiceText, answer_ids
+from kvstore.engine.text.language import (
+    MAX_UNFINISHED,
+    MAX_WINDOW_TOKENS,
+    REPLACEMENT,
+    ChoiceText,
+    answer_ids,
+    token_bytes,
+)
 from kvstore.engine.text.response_template import ResponseTemplate
 
 SENTENCES = [
@@ -96,6 +103,13 @@ def cut_at_stop(text, stop):
 
 
 # --- pieces add up ---
+
+
+@BOTH
+def test_the_bytes_of_tokens_add_up_although_each_is_part_of_a_character(tokenizer):
+    text = "世é🙂\ufffd"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert b"".join(token_bytes(tokenizer, token_id) for token_id in ids).decode() == text
 
 
 @BOTH

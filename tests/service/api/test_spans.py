@@ -60,6 +60,14 @@ def test_another_value_is_a_400_that_names_the_field(two, path, reuse):
     assert "reuse" in (reply.error.get("param") or reply.error["message"])
 
 
+@pytest.mark.parametrize("path", ["/chat", "/v1/responses"])
+def test_a_retry_of_a_turn_with_a_document_gets_the_stored_answer(two, path):
+    body, key = body_of(path, "Once more: "), {"Idempotency-Key": "with a document"}
+    first, again = (two[0].request("POST", path, body, key) for _ in range(2))
+    assert again.status == 200, again.body
+    assert again.json()["id"] == first.json()["id"]
+
+
 def test_results_of_tools_are_spans(two):
     function = {"name": "read", "arguments": "{}"}
     call = {"id": "call_1", "type": "function", "function": function}

@@ -89,7 +89,7 @@ def test_an_answer_has_its_reasoning_apart(server, path):
         shown = server.get(f"{RESPONSES}/{whole['id']}").json()
         assert parts_of(path, shown) == (reasoning, content) and token_counts(path, shown) == (num_reasoned, num_said)
         items = [event for event in said if event["type"].startswith("response.output_item")]
-        assert [event["output_index"] for event in items] == [0, 1, 0, 1]
+        assert [event["output_index"] for event in items] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -59,8 +59,9 @@ def test_a_stream_ends_with_whole_events_when_its_replica_is_lost(cut):
     ):
         said = sent(b"text/event-stream; charset=utf-8", *pieces)
         assert said.startswith(whole) and said.endswith(b"\n\n")
-        name, data = said[len(whole) :].split(b" ", 1)
-        assert (name, json.loads(data)["error"]["code"]) == (b"data:", "replica_lost")
+        name, data = said[len(whole) :].removesuffix(b"\n\n").split(b"\ndata: ")
+        told = json.loads(data)
+        assert (name, told["type"], told["error"]["code"]) == (b"event: error", "error", "replica_lost")
 
 
 def test_an_answer_that_is_no_stream_is_cut_off():

@@ -65,6 +65,12 @@ def test_log_probabilities(client):
     assert tokens == [one.token for one in content]
 
 
+def test_the_bytes_of_tokens_that_are_parts_of_characters_add_up(client):
+    answer = ask(client, said("Hello"), logprobs=True, top_logprobs=1, extra_body={"guided_choice": ["é😀\ufffdx"]})
+    *content, _ = answer.choices[0].logprobs.content  # without the end token
+    assert b"".join(bytes(one.bytes) for one in content).decode() == answer.choices[0].message.content == "é😀\ufffdx"
+
+
 def test_stop_strings_seeds_and_limits(client):
     whole = ask(client, said("My name is Ada.")).choices[0].message.content
     word = whole.split()[2]

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.service.api.asking import LOGGER
 from tests.support.service.serving import KEY, server_fixture
+from tests.support.thinking import as_asked
 from tests.support.tools import FLAT, PERSON, TOOLS, is_weather, reordered, said
 
 MODEL = "kvstore-builtin"
@@ -301,6 +302,27 @@ def test_streamed_responses_with_calls(client):
     (call,) = final.output
     done = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert [event.arguments for event in done] == [call.arguments] and is_weather(call.arguments)
+
+
+CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "Rome", "days": 1\}\}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("behind", "kinds"), [("", []), ("Wait", ["message"])])
+def test_an_item_of_a_stream_ends_before_the_next_one_begins(client, behind, kinds):
+    """So a client that keeps items as they end sends the conversation back as it was."""
+    asked, kinds = said("Is it warm?"), ["message", "function_call", *kinds]
+    more = {"tools": FLAT, "store": False, "extra_body": {"structured_outputs": {"regex": f"I look[.] {CALL}{behind}"}}}
+    with as_asked():
+        events = list(respond(client, asked, stream=True, **more))
+    places = [(event.output_index, event.type.rpartition(".")[2]) for event in events if "output_item" in event.type]
+    assert places == [(index, what) for index in range(len(kinds)) for what in ("added", "done")]
+    items = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.type for item in items] == kinds and len({item.id for item in items}) == len(items)
+    final = events[-1].response
+    assert final.output == items and final.status == "completed"
+    output = {"type": "function_call_output", "call_id": items[1].call_id, "output": "Sunny."}
+    second = respond(client, [*asked, *items, output], tools=FLAT, store=False)
+    assert second.usage.input_tokens_details.cached_tokens == (final.usage.total_tokens - 1) // 16 * 16
 
 
 def test_responses_with_a_format(client):
