@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob, sum_usage
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.language import token_bytes
 from kvstore.engine.text.prompts import check_fits
 from kvstore.engine.turns import Turn
 from kvstore.service.api.exchange import EXCHANGE, Context, Dialect, Event, Exchange, answer
@@ -179,9 +180,17 @@ class CompletionsDialect(Dialect[RequestOutput]):
         """Log probabilities of the answer's tokens."""
         tokenizer = self.context.engine.engine.tokenizer
         tokens = [token_text(tokenizer, each.token_id) for each in logprobs]
-        offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
+        begun = (_characters_begun(tokenizer, one.token_id) for one in logprobs)
+        offsets = list(accumulate(begun, initial=offset))[:-1]
         top = [{token_text(tokenizer, i): logprob for i, logprob in each.top.items()} for each in logprobs]
         return CompletionLogprobs(tokens, [each.logprob for each in logprobs], [*top], offsets)
+
+
+def _characters_begun(tokenizer: Any, token_id: int) -> int:
+    """By this token: it may be a later part of one."""
+    if tokenizer is None:
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer.backend_tokenizer, token_id))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -69,6 +69,9 @@ def test_the_bytes_of_tokens_that_are_parts_of_characters_add_up(client):
     answer = ask(client, said("Hello"), logprobs=True, top_logprobs=1, extra_body={"guided_choice": ["é😀\ufffdx"]})
     *content, _ = answer.choices[0].logprobs.content  # without the end token
     assert b"".join(bytes(one.bytes) for one in content).decode() == answer.choices[0].message.content == "é😀\ufffdx"
+    choice = {"extra_body": {"guided_choice": ["é😀\ufffdx"]}}
+    made = client.completions.create(model=MODEL, prompt="Hello", max_tokens=40, logprobs=0, **choice).choices[0]
+    assert made.text == "é😀\ufffdx" and made.logprobs.text_offset[made.logprobs.tokens.index("x")] == 3
 
 
 def test_stop_strings_seeds_and_limits(client):
