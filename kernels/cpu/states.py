@@ -81,6 +81,8 @@ class StateKernels:
             or any(dim % _UNIT or dim > _MAX_DIM for dim in states.shape[2:])
         ):
             raise TypeError(f"states of {states.dtype}, {states.shape}")
+        if value.dtype not in _DTYPES or {query.dtype, key.dtype} != {value.dtype}:
+            raise TypeError(f"the delta rule with {query.dtype}, {key.dtype}, {value.dtype}")
         query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
         decay, beta = g.float().contiguous(), beta.float().contiguous()
         out = torch.empty(value.shape, dtype=value.dtype)

@@ -97,6 +97,10 @@ def test_what_is_not_known_is_refused_before_anything_changes():
     kernels.recurrent = torch.zeros(NUM_SLOTS, 2, 8, 8)
     with pytest.raises(TypeError):
         kernels.apply_delta_rule(odd, odd, odd, odd[..., 0], odd[..., 0])
+    kernels.recurrent, known = torch.zeros(NUM_SLOTS, 2, 16, 16), random(1, 1, 2, 16)
+    for query, value in ((known.half(), known.half()), (known, known.bfloat16())):
+        with pytest.raises(TypeError):
+            kernels.apply_delta_rule(query, query, value, known[..., 0], known[..., 0])
     for x, weight, activation in (
         (random(1, 8, 1), random(8, 4), None),
         (random(1, 16, 1), random(16, 9), None),
