@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from kvstore.engine.outputs import MOST_ASKED, Usage
 from kvstore.engine.sessions.chat import DELETE_TIMEOUT_S, Chats
 from kvstore.engine.sessions.window import lineage_of
 from kvstore.engine.stats import EngineStats
-from kvstore.errors import EngineClosedError, RequestError, SessionNotFoundError
+from kvstore.errors import EngineClosedError, RequestError, SessionDamagedError, SessionNotFoundError
 from kvstore.sessions.record import SessionHead, SessionKey
 
 MAX_PIN_S = 30 * 24 * 3600
@@ -60,7 +60,8 @@ class Admin:
         for key in self._sessions.expired(self._sessions.clock()):
             if time.monotonic() >= began + RETRY_S:
                 return
-            self._delete_one(key, 0.0, only_expired=True)
+            with suppress(SessionDamagedError):  # it stays until `check` has mended it
+                self._delete_one(key, 0.0, only_expired=True)
 
     # -- the store ---------------------------------------------------------------------------------------------------
     def stats(self) -> EngineStats:

@@ -47,7 +47,7 @@ from kvstore.engine.text.prompts import (
     prompt_ids,
 )
 from kvstore.engine.text.response_template import choose_template
-from kvstore.errors import KVStoreError, RemoteError, StoreLockedError, StoreLostError
+from kvstore.errors import KVStoreError, StoreError, StoreLockedError
 from kvstore.sessions.answers import open_answers
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import SessionStore, open_sessions
@@ -195,7 +195,7 @@ class Engine:
         language = Language(tokenizer, None if fault else template, why_not, answers)
         self.chats = Chats(self.client, language, self.sessions, self.answers)
         self.admin = Admin(self.chats)
-        with suppress(RemoteError, StoreLostError):  # later rounds retry
+        with suppress(StoreError):  # a full disk, say: later rounds retry
             self.admin.resume()
         opened.callback(_carry_out_deletions(self.admin))
         if directory is not None:

@@ -423,15 +423,15 @@ def _known_blocks(view: View, number: int) -> set[BlockId]:
         return {place[:BLOCK_ID_BYTES] for place in mine}
 
 
-def pending_deletions(view: View) -> list[Tombstone]:
-    """Deletions that are not finished, in order. A damaged one is left out and reported by `check`; its text is gone,
-    and its blocks age out.
+def pending_deletions(view: View, after: int = 0) -> list[Tombstone]:
+    """Deletions behind number `after` that are not finished, in order. A damaged one is left out and reported by
+    `check`; its text is gone, and its blocks age out.
     """
     tombstones: list[Tombstone] = []
-    for place, value in view.scan(TOMBSTONES):
+    for place, value in takewhile(lambda entry: entry[0] > be64(after), view.scan(TOMBSTONES, reverse=True)):
         with suppress(StoreError):
             tombstones.append(tombstone(place, value))
-    return tombstones
+    return tombstones[::-1]
 
 
 def tombstone(place: bytes, value: bytes) -> Tombstone:

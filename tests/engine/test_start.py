@@ -4,21 +4,27 @@ import gc
 import logging
 import threading
 import weakref
+from contextlib import nullcontext
 
 import msgspec
 import pytest
 
 from kvstore import CacheTiers, Engine, EngineStats
 from kvstore.disk.directory import StoreDirectory
+from kvstore.engine import engine as engine_module
 from kvstore.engine.client.local import check_room
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.progress import STAGES
 from kvstore.errors import ConfigError, ModelError, RequestError, StoreError, StoreLockedError
-from tests.support.conversations import PARAMS
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.tables import NAMES, name_key
+from tests.support.conversations import PARAMS, talk
 from tests.support.engines import LLAMA_BLOCK_BYTES, open_engine, save_model
+from tests.support.faults import constants, largest_file
 from tests.support.models import make_model
 from tests.support.redis_server import free_port
+from tests.support.session_tables import tables_of
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
@@ -168,3 +174,22 @@ def test_a_constructor_that_fails_late_leaves_nothing_open(model, store, monkeyp
             open_engine(model, store)
     open_engine(model, store).close()
     del caught
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["a damaged session", "a full disk"])
+def test_an_expired_session_that_cannot_be_deleted_holds_up_neither_the_start_nor_others(model, tmp_path, is_full):
+    with open_engine(model, tmp_path / "store") as engine:
+        for name in ("first", "second"):
+            chat = engine.chat(name)
+            talk(chat, 1)
+            chat.set_ttl(1e-6)
+        if not is_full:
+            with tables_of(engine.sessions) as view:
+                view.put(NAMES, name_key(SessionKey("", "first")), b"nonsense")
+    with constants(engine_module, ROUND_S=3600.0):
+        with largest_file(1 << 13) if is_full else nullcontext():
+            engine = open_engine(model, tmp_path / "store")
+        with engine:
+            assert engine.sessions.stats()["sessions"] == 1 + is_full
+            engine.admin.resume()
+            assert engine.sessions.stats()["sessions"] == 1 - is_full

@@ -86,9 +86,7 @@ class Fleet(Sharing):
         self._say()
 
     def pending(self, view: SharedView) -> list[Tombstone]:
-        return [
-            one for one in tables.pending_deletions(view) if one.number > self._carried and one.number not in self._done
-        ]
+        return [one for one in tables.pending_deletions(view, self._carried) if one.number not in self._done]
 
     def finish(self, view: SharedView, number: int) -> None:
         """Note a deletion as carried out here; one that all members have carried out is removed."""

@@ -20,7 +20,7 @@ from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.server import RefusedError, SessionServer
 
 LEASE_S = 10.0  # how long a session stays busy after its server was killed
-GIVE_BACK_S = 0.5  # between tries to give a lease back while Redis cannot be told
+RETRY_S = 0.5  # between tries to renew a lease, or to give it back, while Redis cannot be told
 # KEYS: the lease. ARGV: the token, how those of this server and those of this process begin, milliseconds. A process
 # that has ended holds nothing: what it left is taken over by the one that owns its store now. -1: it is ours.
 ACQUIRE = """
@@ -129,16 +129,19 @@ class Leases:
         self._thread.join()
 
     def _keep(self) -> None:
+        pause_s = round_s = self._lease_ms / 3000
         while not self._is_closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._held or self._ended or self._is_closed)
-            if self._wait(self._lease_ms / 3000):
+            if self._wait(pause_s):
                 return
+            pause_s = min(RETRY_S, round_s)
             held = list(self._held.values())
             commands = [("EVAL", RENEW, 1, self._name(one.key), one.token, self._lease_ms) for one in held]
             with suppress(RemoteError):  # the next round tries again; the commit finds out
                 if commands:
                     self._server.ask(*commands)
+                pause_s = round_s
                 self._give_back_ended()
 
     def _give_back_ended(self) -> None:
@@ -158,5 +161,5 @@ class Leases:
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_closed or self._ended, seconds):
                 return False
-            self._changed.wait_for(lambda: self._is_closed, min(GIVE_BACK_S, max(0.0, until_s - time.monotonic())))
+            self._changed.wait_for(lambda: self._is_closed, min(RETRY_S, max(0.0, until_s - time.monotonic())))
             return self._is_closed

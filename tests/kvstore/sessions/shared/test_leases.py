@@ -101,6 +101,23 @@ def test_a_lease_lives_as_long_as_its_turn(redis, share):
     assert any(map(outlives, RENEWED_S))
 
 
+def test_a_turn_outlives_a_restart_of_redis_in_which_its_lease_is_to_be_renewed_twice(own_redis, share):
+    def outlives(lease_s: float) -> bool:
+        store, key = share(own_redis, lease_s=lease_s), SessionKey(TENANT, f"of-{lease_s:.0f}")
+        claim, begun_s = store.sharing.leases.acquire(key), time.monotonic()
+        own_redis.kill()
+        wait_until(lambda: time.monotonic() > begun_s + 0.7 * lease_s, "the second time has come")
+        own_redis.start()
+        wait_until(own_redis.answers, "it has read its file")
+        wait_until(lambda: time.monotonic() > begun_s + 1.2 * lease_s, "the first lease is over")
+        try:
+            return store.commit_turn(key, make_turn("red", 1), lease=claim).wait().num_turns == 1
+        except SessionTakenError:
+            return False
+
+    assert any(map(outlives, (3.0, *RENEWED_S[1:])))
+
+
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_a_server_that_was_stopped_longer_than_its_lease_stores_nothing(redis, holder, is_taken, share):
     store = share(redis, lease_s=3600.0)

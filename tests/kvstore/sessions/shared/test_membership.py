@@ -4,10 +4,13 @@ import time
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared import view
 from kvstore.sessions.shared.fleet import AWAY_IN_MEMORY_S, AWAY_S
 from kvstore.sessions.shared.names import Names
+from kvstore.sessions.shared.server import facts_of
 from kvstore.sessions.shared.storage import MemberIdentity
 from kvstore.sessions.tables import COUNTERS, TOMBSTONES
 from tests.children.session_child import TENANT, make_turn, talk
@@ -59,6 +62,29 @@ def test_deletions_may_be_carried_through_in_any_order(pair, redis, tmp_path, sh
     for tombstone in (second, third):
         again.finish_deletion(tombstone.number).wait()
     assert one.stats()["pending_deletions"] == 0
+
+
+def test_deletions_that_wait_for_another_server_are_not_read_again_by_those_that_have_carried_them_out(pair, redis):
+    """Each round asks for them, for as long as a server may be away."""
+    one, other = pair
+    chain, tombstones = [number.to_bytes(32, "big") for number in range(100)], []
+    for number in range(6):
+        one.commit_turn(key(number), replace(make_turn("red", 1), chain=chain)).wait()
+        tombstones.append(one.delete(key(number)).wait())
+
+    def num_read(store) -> int:
+        """How many of them, by what Redis has sent."""
+        before = facts_of(redis.ask("INFO", "stats"))["total_net_output_bytes"]
+        store.pending_deletions()
+        after = facts_of(redis.ask("INFO", "stats"))["total_net_output_bytes"]
+        return round((int(after) - int(before)) / (32 * len(chain)) - 0.5)
+
+    with constants(view, VALUES_AT_ONCE=1):
+        assert num_read(one) >= 6
+        for tombstone in tombstones[:4]:
+            one.finish_deletion(tombstone.number).wait()
+        assert one.pending_deletions() == tombstones[4:]
+        assert num_read(one) < num_read(other) - 2
 
 
 def test_a_new_server_owes_nothing_of_the_past(pair, redis, share):
