@@ -297,7 +297,8 @@ async def _answered(context: Context, wanted: TurnRequest) -> TurnRecord | None:
     record = await context.engine.call(engine.sessions.turn_of_request, wanted.key, wanted.request_key)
     if record is None:
         return None
-    said = [message for message in record.messages[:-1] if message["role"] != "system"]
+    kept = record.messages[:-1] if has_answer(record) else record.messages
+    said = [message for message in kept if message["role"] != "system"]
     system = "".join(message["content"] for message in record.system)
     brings_system = wanted.is_new and wanted.fork_of is None
     if said != without_spans(wanted.messages) or (brings_system and system != (wanted.system or "")):

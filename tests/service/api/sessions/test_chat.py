@@ -252,6 +252,19 @@ def test_the_same_key_gives_the_stored_answer(server):
     assert num_turns(server, first["session_id"]) == 3
 
 
+def test_a_retry_of_a_turn_whose_answer_was_forgotten_gets_that_turn_without_it(server):
+    body, key = {"message": "Hello there", **SHORT}, {"Idempotency-Key": "to be forgotten"}
+    session_id = server.request("POST", "/chat", body, key).json()["session_id"]
+    chat(server, "And now?", session_id)
+    edits = [{"type": "remove", "id": "1.1"}, {"type": "remove", "id": "2.0"}]
+    assert server.post(f"/sessions/{session_id}/edit", {"edits": edits, "reuse": "forget"}).status == 200
+    again = server.request("POST", "/chat", body, key)
+    assert again.status == 200, again.body
+    assert (again.json()["session_id"], again.json()["turn"]) == (session_id, 1)
+    assert again.json()["message"]["content"] == ""
+    assert server.request("POST", "/chat", {**body, "message": "Bye"}, key).status == 400
+
+
 def test_another_message_under_the_same_key_is_refused(server):
     key = {"Idempotency-Key": "of one message"}
     first = server.request("POST", "/chat", {"message": "Hello", "system": "Be brief.", **SHORT}, key).json()
