@@ -112,8 +112,11 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         tap.revealed = None
     plain = _record(network, token_ids, positions)
     spec = _spec(network, plain, vocab_size, max_model_len, part)
-    moves_queries = _check_positions(network, token_ids, plain, max_model_len, bool(taps))
-    kinds = _observe_rotations(network, taps, token_ids, max_model_len)
+    # From the window's end down to its beginning: all positions move, also where there are no more than tokens.
+    far = torch.linspace(max_model_len - 1, 0, len(token_ids), device=token_ids.device).long()
+    moved = _record(network, token_ids, far)
+    moves_queries = _check_positions(plain, moved, bool(taps))
+    kinds = _observe_rotations(network, taps, token_ids, far, moved)
     if part.pipe is not None:
         kinds = part.pipe.sum(kinds)
     else:
@@ -226,9 +229,8 @@ def _check_alike(shapes: list[LayerShape], pipe: Group | None) -> None:
         )
 
 
-def _check_positions(network: Any, token_ids: Tensor, plain: Recorder, max_model_len: int, rotates: bool) -> bool:
+def _check_positions(plain: Recorder, moved: Recorder, rotates: bool) -> bool:
     """Raw keys must not change when all positions move. Returns whether queries do, as those of Ministral 3."""
-    moved = _record(network, token_ids, _far_positions(token_ids, max_model_len).flip(0))
     for layer, key in plain.keys.items():
         if not key.isfinite().all():
             why = "its weights are damaged, or the dtype is too small for them"
@@ -240,7 +242,7 @@ def _check_positions(network: Any, token_ids: Tensor, plain: Recorder, max_model
 
 
 def _observe_rotations(
-    network: Any, taps: list[RotaryTap], token_ids: Tensor, max_model_len: int
+    network: Any, taps: list[RotaryTap], token_ids: Tensor, positions: Tensor, plain: Recorder
 ) -> Tensor:  # [num_hidden_layers, 5]
     """The rotation that the model applies in each layer, found by revealing one source of cos and sin at a time.
 
@@ -248,8 +250,6 @@ def _observe_rotations(
     a layer that does not rotate, or that another rank has.
     """
     found = torch.zeros(network.config.get_text_config().num_hidden_layers, 5, dtype=torch.int64)
-    positions = _far_positions(token_ids, max_model_len)
-    plain = _record(network, token_ids, positions)  # queries may depend on them in other ways, too
     for number, tap in enumerate(taps, start=1):
         for index, source in enumerate(tap.sources):
             tap.revealed = source
@@ -271,11 +271,6 @@ def _observe_rotations(
                 numbers = list(TableLayout).index(match.layout), list(Style).index(match.style)
                 found[layer] = torch.tensor([number, index, *numbers, match.upcast])
     return found
-
-
-def _far_positions(token_ids: Tensor, max_model_len: int) -> Tensor:
-    """A position for each of these tokens, from the first to the last of the window."""
-    return torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
 
 
 def _rotations_of(found: Tensor, taps: list[RotaryTap]) -> list[Rotation | None]:

@@ -64,12 +64,12 @@ def no_parser() -> AnswerParser | None:
     return None
 
 
-def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Also of a token that is part of a character, and decodes to U+FFFD."""
-    text, token = tokenizer.decode([token_id], False), tokenizer.id_to_token(token_id) or ""
-    if REPLACEMENT in text and _BYTE_TOKEN.fullmatch(token):
+def token_bytes(tokenizer: Tokenizer | None, token_id: int, text: str) -> bytes:
+    """Also of a token that is part of a character, and decodes to U+FFFD. text: what it decodes to alone."""
+    token = "" if tokenizer is None or REPLACEMENT not in text else tokenizer.id_to_token(token_id) or ""
+    if _BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[1:-1], 16)])
-    if REPLACEMENT in text and _BYTES.keys() >= set(token):
+    if token and _BYTES.keys() >= set(token):
         return bytes(_BYTES[char] for char in token)
     return text.encode()
 

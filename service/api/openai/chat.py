@@ -174,15 +174,16 @@ class ChatCompletionsDialect(Dialect[TurnResult]):
         return None if logprobs is None else ChatLogprobs([self._logprob(one) for one in logprobs])
 
     def _logprob(self, one: TokenLogprob) -> TokenLogprobObject:
-        best = list(one.top.items())[: self.body.top_logprobs or 0]
-        top = [TopLogprob(self._text_of(i), logprob, self._bytes_of(i)) for i, logprob in best]
-        return TokenLogprobObject(self._text_of(one.token_id), one.logprob, self._bytes_of(one.token_id), top)
+        text, said = self._spelled(one.token_id)
+        top = list(one.top.items())[: self.body.top_logprobs or 0]
+        best = [TopLogprob(spelled, logprob, parts) for i, logprob in top for spelled, parts in [self._spelled(i)]]
+        return TokenLogprobObject(text, one.logprob, said, best)
 
-    def _text_of(self, token_id: int) -> str:
-        return token_text(self.context.engine.engine.tokenizer, token_id)
-
-    def _bytes_of(self, token_id: int) -> list[int]:
-        return list(token_bytes(self.context.engine.engine.tokenizer.backend_tokenizer, token_id))
+    def _spelled(self, token_id: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes."""
+        tokenizer = self.context.engine.engine.tokenizer
+        text = token_text(tokenizer, token_id)
+        return text, list(token_bytes(tokenizer.backend_tokenizer, token_id, text))
 
 
 def message_of(choice: Choice) -> AssistantMessage:

@@ -180,17 +180,12 @@ class CompletionsDialect(Dialect[RequestOutput]):
         """Log probabilities of the answer's tokens."""
         tokenizer = self.context.engine.engine.tokenizer
         tokens = [token_text(tokenizer, each.token_id) for each in logprobs]
-        begun = (_characters_begun(tokenizer, one.token_id) for one in logprobs)
+        plain = tokenizer and tokenizer.backend_tokenizer
+        parts = (token_bytes(plain, each.token_id, token) for each, token in zip(logprobs, tokens, strict=True))
+        begun = (sum(byte & 0xC0 != 0x80 for byte in part) for part in parts)  # characters: a token may end one
         offsets = list(accumulate(begun, initial=offset))[:-1]
         top = [{token_text(tokenizer, i): logprob for i, logprob in each.top.items()} for each in logprobs]
         return CompletionLogprobs(tokens, [each.logprob for each in logprobs], [*top], offsets)
-
-
-def _characters_begun(tokenizer: Any, token_id: int) -> int:
-    """By this token: it may be a later part of one."""
-    if tokenizer is None:
-        return 0
-    return sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer.backend_tokenizer, token_id))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
